@@ -1,0 +1,9 @@
+"""What every test starts from: one thread a process, no network, and a small number of fixtures."""
+
+import os
+
+# Before any test module imports torch: tests share few cores, and ranks are spawned beside them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
