@@ -1,0 +1,207 @@
+"""Worker verbs over models: build, log-probs, values, forward_backward, optim_step, save, load."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint_io, device
+from .functions import FunctionRef, positional_names, resolve
+from .losses import RowLoss
+from .mesh import shard_mesh
+from .models import Packed, PackedModel, load_model, pack
+from .optim import Optimizer
+from .options import ShardingOptions
+from .rows import gather_columns
+from .worker import Worker
+
+MODEL_COLUMNS = ("logp", "entropy", "value", "score")
+"""Names a loss may ask for that the forward pass makes."""
+
+
+class Model:
+    """One model of this rank and, if it is trained, its optimizer."""
+
+    def __init__(self, network: PackedModel, path: str, group: Any, optimizer: Optimizer | None) -> None:
+        self.network = network
+        self.path = path
+        self.group = group
+        self.optimizer = optimizer
+
+
+def build(
+    worker: Worker,
+    *,
+    model: str,
+    path: str,
+    kind: str,
+    sharding: dict,
+    dtype: str,
+    seed: int,
+    optimizer: dict | None,
+) -> dict[str, Any]:
+    """Load a checkpoint into shards. optimizer: keyword arguments of Optimizer, None for a frozen model."""
+    options = ShardingOptions(**sharding)
+    mesh = shard_mesh(worker.device.type, worker.world.size, options.replicate)
+    network = load_model(path, kind=kind, options=options, mesh=mesh, device=worker.device, dtype=dtype, seed=seed)
+    if optimizer is None:
+        network.requires_grad_(False)
+    trained = None if optimizer is None else Optimizer(network, **optimizer)
+    group = mesh.get_group("shard")
+    worker.models[model] = Model(network, path, group, trained)
+    return {"parameters": sum(p.numel() for p in network.parameters()), "device": worker.device.type}
+
+
+def packed(worker: Worker, row_ids: Sequence[int], temperature: Tensor) -> Packed:
+    """One microbatch of rows on the device; no rows give the dummy microbatch."""
+    rows = worker.store.select(row_ids)
+    return pack(
+        [(row.ids, row.mask, float(t)) for row, t in zip(rows, temperature, strict=True)], worker.device
+    )
+
+
+@torch.no_grad()
+def forward(
+    worker: Worker, *, model: str, rows: Tensor, packs: list[list[int]], temperature: Tensor, out: dict[str, str]
+) -> Tensor | None:
+    """Run the model over rows without gradient.
+
+    packs: positions in `rows` of each microbatch, as many on every rank. out: what the model makes ("logp",
+    "entropy", "value") -> token column to store it as. A reward model's scores are returned instead, float64 [R].
+    """
+    network = worker.models[model].network
+    network.eval()
+    scores = torch.zeros(len(rows), dtype=torch.float64)
+    for positions in packs:
+        row_ids = rows[positions].tolist()
+        first, entropy = network(packed(worker, row_ids, temperature[positions]), entropy="entropy" in out)
+        if network.kind == "reward":
+            scores[positions] = first.double().cpu()[: len(positions)]
+        for made, name in out.items():
+            values = entropy if made == "entropy" else first
+            worker.store.set_column(name, row_ids, values.cpu())
+        worker.progress()
+    return scores if network.kind == "reward" else None
+
+
+def forward_backward(
+    worker: Worker,
+    *,
+    model: str,
+    rows: Tensor,
+    packs: list[list[int]],
+    losses: list[dict],
+    samples: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Accumulate the gradient of sum(loss * weight) over rows and losses, one microbatch at a time.
+
+    samples: name -> [R], with `weight` and `temperature` among them; every row here has a non-zero weight.
+    Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by).
+    """
+    network = worker.models[model].network
+    network.train()
+    functions = [resolve(FunctionRef(**loss)) for loss in losses]
+    names = {name for function in functions for name in positional_names(function)}
+    stored = sorted(names - set(MODEL_COLUMNS) | {"weight", "segment"})
+    sums: dict[str, Tensor] = {}
+    for positions in packs:
+        row_ids = rows[positions].tolist()
+        local = {name: values[positions] for name, values in samples.items()}
+        batch = packed(worker, row_ids, local["temperature"])
+        first, entropy = network(batch, entropy="entropy" in names)
+        made = {"entropy": entropy, "logp": first, "value": first, "score": first}
+        columns = gather_columns(worker.store, row_ids, stored, local)
+        columns = made | {name: _to(values, worker.device, first.dtype) for name, values in columns.items()}
+        total = first.sum() * 0.0  # connected even without rows: the collectives of backward always run
+        for function in functions if row_ids else ():
+            result = function(**{name: columns[name] for name in positional_names(function)})
+            part, metrics = weighted_sum(result, columns["weight"], local)
+            total = total + part
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
+        total.backward()
+        worker.progress()
+    return {name: float(value) for name, value in sums.items()}
+
+
+def weighted_sum(
+    result: Any, weight_S: Tensor, samples: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum(loss * weight) of a token-level or row-level loss, and what its metrics sum to, in float64.
+
+    A RowLoss with one entry a row takes the rows' weights; with one entry a unit (pair), that of its first row.
+    Raises ValueError where a shape differs from what the weights cover: nothing is broadcast.
+    """
+    if isinstance(result, RowLoss):
+        loss, metrics = result.loss, result.metrics
+        weight = samples["weight"].to(loss)
+        if len(loss) != len(weight):
+            weight = weight[first_of_unit(samples["unit"])]
+    else:
+        loss, metrics = result
+        weight = weight_S
+    for name, values in {"the loss": loss, **metrics}.items():
+        if values.shape != weight.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, but there are {len(weight)} weights: a loss returns "
+                f"one number per loss token (or RowLoss with one per row or unit)"
+            )
+    total = (loss * weight).sum()
+    sums = {"loss": total.detach().double()}
+    for name, values in metrics.items():
+        sums[f"metric/{name}"] = (values.detach().double() * weight.double()).sum()
+        sums[f"weight/{name}"] = weight.double().sum()
+    return total, sums
+
+
+def first_of_unit(unit: Tensor) -> Tensor:
+    """Position of the first row of each unit, in order of first appearance."""
+    seen: dict[int, int] = {}
+    for position, value in enumerate(unit.tolist()):
+        seen.setdefault(int(value), position)
+    return torch.tensor(list(seen.values()), dtype=torch.int64)
+
+
+def optim_step(worker: Worker, *, model: str, lr: float, weight_decay: float, max_grad_norm: float) -> dict[str, float]:
+    """One optimizer step over all shards. Raises NonFiniteError on every rank before touching a weight."""
+    optimizer = worker.models[model].optimizer
+    if optimizer is None:
+        raise ValueError(f"{model} is frozen: it has no optimizer")
+    return optimizer.step(lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+
+
+def save(worker: Worker, *, model: str, out: str) -> None:
+    """Write the Hugging Face checkpoint and, beside it, the trainer state of a trained model."""
+    m = worker.models[model]
+    checkpoint_io.save_checkpoint(m.network, m.path, Path(out), group=m.group)
+    if m.optimizer is not None:
+        checkpoint_io.save_tensors(m.optimizer.state_tensors(), Path(out) / "trainer", group=m.group)
+
+
+def load(worker: Worker, *, model: str, path: str) -> None:
+    """Put a saved step back into the live model: weights, and trainer state of a trained one."""
+    m = worker.models[model]
+    checkpoint_io.load_weights(m.network, Path(path))
+    if m.optimizer is not None:
+        m.optimizer.load_state_tensors(checkpoint_io.load_tensors(m.optimizer.state_tensors(), Path(path) / "trainer"))
+
+
+def memory(worker: Worker) -> dict[str, float]:
+    return {"peak_bytes": float(device.peak_memory_bytes())}
+
+
+def _to(values: Tensor, target: torch.device, dtype: torch.dtype) -> Tensor:
+    return values.to(target, dtype) if values.is_floating_point() else values.to(target)
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "model.build": build,
+    "model.forward": forward,
+    "model.forward_backward": forward_backward,
+    "model.optim_step": optim_step,
+    "model.save": save,
+    "model.load": load,
+    "model.memory": memory,
+}

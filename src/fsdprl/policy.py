@@ -1,0 +1,212 @@
+"""Models as the controller holds them: Policy, Reference, Critic, RewardModel. Each method is one verb to all ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, asdict_ref
+from .checkpoint_files import find_checkpoint
+from .controller import current
+from .dryrun import memory_estimate
+from .functions import positional_names
+from .options import DType, ShardingOptions
+
+MADE = {"policy": ("logp", "entropy"), "value": ("value",), "reward": ("score",)}
+"""Columns that a forward pass makes and a loss may ask for by name."""
+
+
+class Network:
+    """A Hugging Face checkpoint sharded over all ranks, under a name of its own. Use one of the classes below."""
+
+    kind = "policy"
+    trained = False
+    phase = "forward"
+    update_phase = "update"
+    metrics_prefix = "actor"
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        name: str,
+        sharding: ShardingOptions | None = None,
+        dtype: DType | None = None,
+        optimizer: dict[str, Any] | None = None,
+        seed: int = 0,
+        flag: str = "--model",
+    ) -> None:
+        """path: a folder or hub name with safetensors. dtype: what is computed in (weights being trained are float32
+        shards); None takes bfloat16 on an accelerator and float32 on CPU. optimizer: keywords of the optimizer,
+        such as {"betas": (0.9, 0.95)}. seed: of a fresh head.
+
+        Raises UserError where the checkpoint is missing or cannot be used, before any rank moves.
+        """
+        controller = current()
+        self.name, self.path = name, path
+        self.sharding = sharding or ShardingOptions()
+        self.config = find_checkpoint(path, flag=flag).config
+        if controller.flags.dry_run:
+            self.dtype = dtype or "bfloat16"
+            lines = memory_estimate(path, controller.world_size, self.dtype, self.sharding, trained=self.trained)
+            controller.report.append((f"memory of {name}", lines))
+            return
+        self.dtype = dtype or ("float32" if controller.device_type == "cpu" else "bfloat16")
+        payload = {
+            "model": name,
+            "path": path,
+            "kind": self.kind,
+            "sharding": asdict(self.sharding),
+            "dtype": self.dtype,
+            "seed": seed,
+            "optimizer": (optimizer or {}) if self.trained else None,
+        }
+        built = controller.call("model.build", payload, phase="load").wait()
+        self.parameters: int = built[0]["parameters"]
+
+    def run(self, batch: Batch, out: dict[str, str]) -> Tensor | None:
+        """Forward without gradient; out: what the model makes -> name of the token column it becomes."""
+        positions = batch.by_rank()
+        packs = batch.packs(positions, self.sharding.tokens_per_microbatch)
+        payload = [
+            {
+                "model": self.name,
+                "rows": batch.row_ids[where],
+                "packs": plan,
+                "temperature": batch["temperature"][where],
+                "out": out,
+            }
+            for where, plan in zip(positions, packs, strict=True)
+        ]
+        replies = current().call("model.forward", payload, phase=self.phase).wait()
+        batch.token_columns |= set(out.values())
+        return batch.gather(positions, replies) if replies[0] is not None else None
+
+    def save(self, folder: Path | str) -> None:
+        """Write a Hugging Face checkpoint, in the source's dtype, and the trainer state in its trainer/ folder."""
+        current().call("model.save", {"model": self.name, "out": str(folder)}, phase="save").wait()
+
+    def load(self, folder: Path | str) -> None:
+        """Restore what save wrote."""
+        current().call("model.load", {"model": self.name, "path": str(folder)}, phase="load").wait()
+
+
+class Trained(Network):
+    """A network with an optimizer."""
+
+    trained = True
+
+    def forward_backward(
+        self, batch: Batch, loss: Callable[..., Any] | Sequence[Callable[..., Any]]
+    ) -> dict[str, float]:
+        """Accumulate the gradient of sum(loss * weight) over the batch's loss tokens.
+
+        loss: a module-level function (or partial with keywords) whose positional parameters name columns and which
+        returns (loss_S, {name: metric_S}) unreduced, or a RowLoss; several are added up. `weight` is a sample
+        column of the batch; rows with weight 0 are left out. Returns the loss and each metric averaged with the same
+        weights, under `actor/` names. Raises UserError for a column that does not exist.
+        """
+        losses = list(loss) if isinstance(loss, Sequence) else [loss]
+        wanted = {"weight", "temperature", "unit"}
+        for function in losses:
+            names = positional_names(function)
+            batch.check_columns(function, names, known=("segment", *MADE[self.kind]))
+            wanted |= set(names)
+        positions = batch.by_rank(keep=batch["weight"] != 0)
+        packs = batch.packs(positions, self.sharding.tokens_per_microbatch)
+        payload = [
+            {
+                "model": self.name,
+                "rows": batch.row_ids[where],
+                "packs": plan,
+                "losses": [asdict_ref(function) for function in losses],
+                "samples": batch.sample_columns(sorted(wanted), where),
+            }
+            for where, plan in zip(positions, packs, strict=True)
+        ]
+        replies = current().call("model.forward_backward", payload, phase=self.update_phase).wait()
+        return self.averaged(replies)
+
+    def averaged(self, replies: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Global loss and metrics from the ranks' sums."""
+        sums: dict[str, float] = {}
+        for reply in replies:
+            for name, value in reply.items():
+                sums[name] = sums.get(name, 0.0) + value
+        averaged = {f"{self.metrics_prefix}/loss": sums.get("loss", 0.0)}
+        for name, value in sums.items():
+            if name.startswith("metric/"):
+                short = name.removeprefix("metric/")
+                averaged[f"{self.metrics_prefix}/{short}"] = value / (sums[f"weight/{short}"] or 1.0)
+        return averaged
+
+    def optim_step(self, *, lr: float, weight_decay: float = 0.0, max_grad_norm: float = 1.0) -> dict[str, float]:
+        """One optimizer step from the accumulated gradient, which is cleared.
+
+        max_grad_norm: clip the global norm to this (0: never). Returns {"actor/grad_norm", "actor/lr"}. A gradient
+        that is not finite stops the job on all ranks before any weight moves.
+        """
+        payload = {"model": self.name, "lr": lr, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        stepped = current().call("model.optim_step", payload, phase=self.update_phase).wait()[0]
+        return {f"{self.metrics_prefix}/grad_norm": stepped["grad_norm"], f"{self.metrics_prefix}/lr": lr}
+
+
+class Policy(Trained):
+    """The model being trained. `logp` and `entropy` are what a loss may ask it for."""
+
+    phase = "old_log_p"
+
+    def __init__(self, path: str, *, name: str = "policy", **options: Any) -> None:
+        super().__init__(path, name=name, **options)
+
+    def logprobs(self, batch: Batch, *, out: str = "logp_old", entropy: str | None = None) -> None:
+        """Log-probability of every loss token at the row's temperature, into token column `out` (and its entropy)."""
+        self.run(batch, {"logp": out} | ({"entropy": entropy} if entropy else {}))
+
+
+class Reference(Network):
+    """A frozen policy."""
+
+    phase = "reference_model"
+
+    def __init__(self, path: str, *, name: str = "reference", **options: Any) -> None:
+        super().__init__(path, name=name, **options)
+
+    def logprobs(self, batch: Batch, *, out: str = "logp_ref") -> None:
+        """Log-probability of every loss token under the frozen model, into token column `out`."""
+        self.run(batch, {"logp": out})
+
+
+class Critic(Trained):
+    """A value model: one number a token. A loss asks it for `value`."""
+
+    kind = "value"
+    phase = "critic_model"
+    update_phase = "update_critic"
+    metrics_prefix = "critic"
+
+    def __init__(self, path: str, *, name: str = "critic", **options: Any) -> None:
+        super().__init__(path, name=name, **options)
+
+    def values(self, batch: Batch, *, out: str = "value_old") -> None:
+        """The value of the state before each loss token, into token column `out`."""
+        self.run(batch, {"value": out})
+
+
+class RewardModel(Network):
+    """A sequence-classification checkpoint that scores whole rows."""
+
+    kind = "reward"
+    phase = "reward_model"
+
+    def __init__(self, path: str, *, name: str = "reward_model", **options: Any) -> None:
+        super().__init__(path, name=name, **options)
+
+    def score(self, batch: Batch) -> Tensor:
+        """One score a row, float64 [N]."""
+        scores = self.run(batch, {})
+        assert isinstance(scores, torch.Tensor)
+        return scores

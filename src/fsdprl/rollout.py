@@ -1,0 +1,102 @@
+"""Worker verbs over the sampling engine: build, pull weights, generate rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engines import Request, Sampling, build_engine
+from .options import EngineOptions
+from .store import Row
+from .stream import shard_checksums, weight_stream
+from .worker import Worker
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def build(
+    worker: Worker, *, kind: str, path: str, options: dict, dtype: str, max_model_len: int, seed: int, chat_template: str
+) -> None:
+    """Make the engine and the tokenizer that turns its tokens into text."""
+    from .data.chat import load_tokenizer  # transformers: seconds to import, needed only here
+
+    worker.state["tokenizer"] = load_tokenizer(path, chat_template=chat_template or None)
+    worker.state["engine_options"] = EngineOptions(**options)
+    worker.state["engine_dtype"] = DTYPES[dtype]
+    worker.engine = build_engine(
+        kind,
+        path,
+        worker.state["engine_options"],
+        world=worker.world,
+        device=worker.device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        seed=seed,
+    )
+
+
+def pull(worker: Worker, *, model: str, version: int) -> None:
+    """Stream the model's shards into the engine bucket by bucket and compare checksums of what was sent and received.
+
+    Raises ValueError naming the first parameter that is missing, unexpected or different.
+    """
+    trained = worker.models[model]
+    dtype = worker.state["engine_dtype"]
+    bucket_bytes = int(worker.state["engine_options"].bucket_mb * 2**20)
+    buckets = weight_stream(trained.network, dtype=dtype, bucket_bytes=bucket_bytes, group=trained.group)
+
+    def ticking() -> Any:
+        for bucket in buckets:
+            worker.progress()
+            yield bucket
+
+    received = worker.engine.update_weights(ticking(), version)
+    sent = shard_checksums(trained.network, dtype=dtype, group=trained.group)
+    for name in sorted(sent.keys() | received.keys()):
+        if sent.get(name) != received.get(name):
+            raise ValueError(
+                f"weights of version {version} differ between trainer and engine: {name} "
+                f"(sent {sent.get(name)}, received {received.get(name)}); nothing is generated with them"
+            )
+
+
+def generate(
+    worker: Worker,
+    *,
+    first_row: list[int],
+    lengths: Tensor,
+    ids: Tensor,
+    infos: list[dict],
+    seeds: Tensor,
+    n: int,
+    sampling: dict,
+    version: int,
+) -> dict[str, Any]:
+    """Sample n answers to each prompt of this rank and keep them as rows.
+
+    lengths, ids: the prompts' tokens back to back. first_row: row id of each prompt's first answer. seeds: [prompts * n].
+    Returns sample columns [prompts * n] and the engine's statistics.
+    """
+    if worker.engine.version != version:
+        raise ValueError(f"the engine holds weights of version {worker.engine.version}, not {version}: pull first")
+    prompts = list(ids.split(lengths.tolist())) if len(lengths) else []
+    tokens = [prompt.tolist() for prompt in prompts]
+    requests = [Request(tokens[i // n], int(seed)) for i, seed in enumerate(seeds.tolist())]
+    completions = worker.engine.generate(requests, Sampling(**sampling), worker.progress)
+    for i, completion in enumerate(completions):
+        prompt = prompts[i // n]
+        answer_ids = completion.ids.to(torch.int32)
+        mask = torch.zeros(len(prompt) + len(answer_ids), dtype=torch.bool)
+        mask[len(prompt) :] = True
+        info = infos[i // n] | {"prompt_length": len(prompt), "truncated": completion.finish == "length"}
+        row = Row(torch.cat([prompt, answer_ids]), mask, info, {"logp_sampler": completion.logp})
+        worker.store.put(first_row[i // n] + i % n, row)
+    return {
+        "length": torch.tensor([len(c.ids) for c in completions], dtype=torch.int64),
+        "truncated": torch.tensor([c.finish == "length" for c in completions], dtype=torch.bool),
+        "stats": worker.engine.stats(),
+    }
+
+
+VERBS: dict[str, Callable[..., Any]] = {"engine.build": build, "engine.pull": pull, "engine.generate": generate}

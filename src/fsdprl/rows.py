@@ -1,0 +1,147 @@
+"""Worker verbs over resident rows: grade, transform, reduce, trade, show, free."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import exchange_rows
+from .functions import FunctionRef, positional_names, resolve
+from .mesh import cpu_group
+from .options import RewardOptions
+from .sample import Sample
+from .store import Store
+from .worker import Worker
+
+
+def gather_columns(
+    store: Store, row_ids: Sequence[int], names: Sequence[str], samples: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Columns by name over the loss tokens of these rows, each [S].
+
+    A name is `segment` (row ordinal of each token), a sample column (its row's number on every token) or a token
+    column. samples: name -> [R], aligned with row_ids.
+    """
+    segment = store.segments(row_ids)
+    columns = {}
+    for name in names:
+        if name == "segment":
+            columns[name] = segment
+        elif name in samples:
+            columns[name] = samples[name][segment]
+        else:
+            columns[name] = store.column(name, row_ids)
+    return columns
+
+
+def apply(worker: Worker, *, rows: Tensor, fn: dict, samples: dict[str, Tensor], out: list[str]) -> None:
+    """Row-local token arithmetic: fn's result(s) become token columns."""
+    function = resolve(FunctionRef(**fn))
+    row_ids = rows.tolist()
+    result = function(**gather_columns(worker.store, row_ids, positional_names(function), samples))
+    results = result if isinstance(result, dict) else {out[0]: result}
+    if set(results) != set(out):
+        raise ValueError(f"{fn['qualname']} returned columns {sorted(results)}, but out names {sorted(out)}")
+    for name, values in results.items():
+        worker.store.set_column(name, row_ids, values)
+
+
+def reduce(worker: Worker, *, rows: Tensor, column: str, weight: Tensor) -> dict[str, Any]:
+    """Sums in float64 over the loss tokens of rows with a non-zero weight."""
+    row_ids = rows[weight != 0].tolist()
+    values = worker.store.column(column, row_ids).double()
+    token_weight = weight[weight != 0].double()[worker.store.segments(row_ids)]
+    return {
+        "sum": float((values * token_weight).sum()),
+        "square": float((values.square() * token_weight).sum()),
+        "weight": float(token_weight.sum()),
+        "count": len(values),
+        "min": float(values.min()) if len(values) else float("inf"),
+        "max": float(values.max()) if len(values) else float("-inf"),
+    }
+
+
+def row_sum(worker: Worker, *, rows: Tensor, column: str) -> Tensor:
+    """Sum of a token column over each row, float64 [R]."""
+    row_ids = rows.tolist()
+    sums = torch.zeros(len(row_ids), dtype=torch.float64)
+    return sums.index_add_(0, worker.store.segments(row_ids), worker.store.column(column, row_ids).double())
+
+
+def exchange(worker: Worker, *, leaving: list[Tensor], ranks: list[int]) -> None:
+    """Trade rows with the other ranks; leaving[k] goes to ranks[k]."""
+    exchange_rows(worker.store, [ids.tolist() for ids in leaving], cpu_group(ranks))
+
+
+def free(worker: Worker, *, spans: list[tuple[int, int]]) -> None:
+    worker.store.free(spans)
+
+
+def samples_of(worker: Worker, row_ids: Sequence[int]) -> list[Sample]:
+    """The rows as reward functions see them. Text is decoded from the engine's own token ids."""
+    tokenizer = worker.state["tokenizer"]
+    rows = worker.store.select(row_ids)
+    responses = tokenizer.batch_decode(
+        [row.ids[row.info["prompt_length"] :].tolist() for row in rows], skip_special_tokens=True
+    )
+    return [
+        Sample(
+            prompt=row.info["prompt"],
+            response=response,
+            answer=row.info.get("answer"),
+            length=len(row.ids) - row.info["prompt_length"],
+            truncated=row.info.get("truncated", False),
+            meta=row.info.get("meta") or {},
+            messages=row.info.get("messages"),
+            row=row_id,
+        )
+        for row_id, row, response in zip(row_ids, rows, responses, strict=True)
+    ]
+
+
+def grade(worker: Worker, *, rows: Tensor, fn: dict, options: dict) -> dict[str, Any]:
+    """Run a reward function over rows. Scores are [R] float64, NaN where the function said None or its process failed."""
+    from .grading import Grader  # heavy only when rewards are used
+
+    wanted = RewardOptions(**options)
+    if worker.grader is None or worker.state.get("reward_options") != wanted:
+        if worker.grader is not None:
+            worker.grader.close()
+        worker.grader, worker.state["reward_options"] = Grader(wanted, debug=worker.debug), wanted
+    graded = worker.grader.grade(FunctionRef(**fn), samples_of(worker, rows.tolist()), worker.progress)
+    scores = [float("nan") if score is None else score for score in graded.scores]
+    failed = [(failure.index, failure.cause) for failure in graded.failures]
+    return {"scores": torch.tensor(scores, dtype=torch.float64), "failed": failed}
+
+
+def peek(worker: Worker, *, rows: Tensor) -> list[dict[str, Any]]:
+    """Samples as dicts, for people to read."""
+    fields = ("prompt", "response", "answer", "length", "truncated", "row")
+    return [{name: getattr(sample, name) for name in fields} for sample in samples_of(worker, rows.tolist())]
+
+
+def write_completions(worker: Worker, *, rows: Tensor, path: str, step: int, samples: dict[str, Tensor]) -> None:
+    """Append one JSON line a row to this rank's own shard of the completions folder."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {name: values.tolist() for name, values in samples.items()}
+    with (folder / f"rank-{worker.world.rank:05d}.jsonl").open("a", encoding="utf-8") as file:
+        for i, sample in enumerate(samples_of(worker, rows.tolist())):
+            line = {"step": step, "prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+            line |= {name: values[i] for name, values in columns.items()}
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "rows.apply": apply,
+    "rows.reduce": reduce,
+    "rows.row_sum": row_sum,
+    "rows.exchange": exchange,
+    "rows.free": free,
+    "rows.grade": grade,
+    "rows.peek": peek,
+    "rows.write_completions": write_completions,
+}

@@ -1,0 +1,26 @@
+"""What a reward function sees of one answer."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled answer, where its text lives (a reward process)."""
+
+    prompt: str
+    """The prompt as rendered for the model."""
+    response: str
+    """The answer's text, special tokens removed."""
+    answer: Any = None
+    """The dataset's answer column (--answer-key), None if there is none."""
+    length: int = 0
+    """Response tokens as the engine counted them, the end token included."""
+    truncated: bool = False
+    """Whether the engine stopped at the token limit."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """The dataset row's other columns."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt's chat messages, if it had any."""
+    row: int = 0
+    """Row id, for error messages."""

@@ -1,0 +1,159 @@
+"""Sampler: the engine on every rank as the controller holds it."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Batch, Lease
+from .controller import current
+from .data.prompt import Prompt
+from .options import EngineOptions
+from .packing import attention_cost
+from .policy import Policy
+
+ROLLOUT_PHASES = ("rollout", "eval")
+
+
+def sample_seed(seed: int, step: int, call: int, prompt: int, sample: int) -> int:
+    """The seed of one answer: a pure function of where it stands in the run, below 2^62."""
+    digest = hashlib.blake2b(struct.pack("<5q", seed, step, call, prompt, sample), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+class Sampler:
+    """Samples answers with the policy's current weights, which `pull` streams into the engine."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        engine: EngineOptions | None = None,
+        max_prompt_length: int,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
+        chat_template: str = "",
+        seed: int = 0,
+    ) -> None:
+        """Lengths in tokens. top_p, top_k, min_p: 1, -1 and 0 are off, as the log-probs of training assume.
+
+        The engine holds max_prompt_length + max_new_tokens tokens a sequence.
+        """
+        controller = current()
+        self.policy, self.seed, self.version = policy, seed, -1
+        self.calls: tuple[int, dict[str, int]] = (-1, {})
+        self.sampling = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "stop": list(stop),
+        }
+        options = engine or EngineOptions()
+        if controller.flags.dry_run:
+            return
+        self.kind = options.kind
+        if self.kind == "auto":
+            self.kind = "transformers" if controller.device_type == "cpu" else "vllm"
+        controller.config["engine"] = self.kind if "engine" not in controller.config else controller.config["engine"]
+        payload = {
+            "kind": self.kind,
+            "path": policy.path,
+            "options": asdict(options),
+            "dtype": policy.dtype,
+            "max_model_len": max_prompt_length + max_new_tokens,
+            "seed": seed,
+            "chat_template": chat_template,
+        }
+        controller.call("engine.build", payload, phase="engine").wait()
+
+    def pull(self, policy: Policy | None = None) -> None:
+        """Stream the policy's weights into every engine. Version and checksums are confirmed before the next generate."""
+        self.version += 1
+        payload = {"model": (policy or self.policy).name, "version": self.version}
+        current().call("engine.pull", payload, phase="resharding_to_infer").wait()
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, n: int = 1, phase: str = "rollout", **sampling: Any
+    ) -> Batch:
+        """n answers to each prompt. Rows are group-major: a column [N] views as [P, n].
+
+        phase: "rollout" or "eval", for timings and seeds. sampling: overrides of this sampler's settings, such as
+        temperature=0.0. A prompt's answers live on one rank; prompts are spread evenly in order.
+        """
+        controller = current()
+        Lease.flush()
+        settings = self.sampling | sampling
+        world, count = controller.world_size, len(prompts)
+        bounds = [rank * count // world for rank in range(world + 1)]
+        owner = torch.zeros(count, dtype=torch.int64)
+        for rank in range(world):
+            owner[bounds[rank] : bounds[rank + 1]] = rank
+        lease = Lease(owner.repeat_interleave(n))
+        seeds = self.seeds(prompts, n, phase)
+        lengths = torch.tensor([len(prompt.ids) for prompt in prompts], dtype=torch.int64)
+        payload = []
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            mine = prompts[start:stop]
+            ids = np.concatenate([prompt.ids for prompt in mine]) if mine else np.zeros(0, dtype=np.int32)
+            payload.append(
+                {
+                    "first_row": [lease.start + i * n for i in range(start, stop)],
+                    "lengths": lengths[start:stop],
+                    "ids": torch.from_numpy(ids.astype(np.int32, copy=False)),
+                    "infos": [info_of(prompt) for prompt in mine],
+                    "seeds": seeds[start * n : stop * n],
+                    "n": n,
+                    "sampling": settings,
+                    "version": self.version,
+                }
+            )
+        replies = controller.call("engine.generate", payload, phase=phase).wait()
+        length = torch.cat([reply["length"] for reply in replies])
+        prompt_length = lengths.repeat_interleave(n)
+        tokens = prompt_length + length
+        config = self.policy.config
+        hidden, layers = config.get("hidden_size", 1), config.get("num_hidden_layers", 1)
+        cost = [attention_cost(t, hidden, layers) for t in tokens.tolist()]
+        columns: dict[str, Tensor] = {
+            "length": length,
+            "prompt_length": prompt_length,
+            "tokens": tokens,
+            "loss_tokens": length.clone(),
+            "truncated": torch.cat([reply["truncated"] for reply in replies]),
+            "group": torch.arange(count).repeat_interleave(n),
+            "prompt": torch.tensor([p.index for p in prompts], dtype=torch.int64).repeat_interleave(n),
+            "temperature": torch.full((count * n,), settings["temperature"] or 1.0, dtype=torch.float64),
+            "version": torch.full((count * n,), self.version),
+            "cost": torch.tensor(cost, dtype=torch.float64),
+        }
+        if phase == "rollout":
+            controller.timeline.count("tokens", float(tokens.sum()))
+        return Batch.of(lease, columns, ["logp_sampler"])
+
+    def seeds(self, prompts: Sequence[Prompt], n: int, phase: str) -> Tensor:
+        """Seeds [P * n], a pure function of (run seed, step, call of this phase in the step, prompt, sample)."""
+        step = current().step
+        if self.calls[0] != step:
+            self.calls = (step, {})
+        call = self.calls[1][phase] = self.calls[1].get(phase, -1) + 1
+        ordinal = 2 * call + ROLLOUT_PHASES.index(phase)
+        seeds = [sample_seed(self.seed, step, ordinal, p.index, i) for p in prompts for i in range(n)]
+        return torch.tensor(seeds, dtype=torch.int64)
+
+
+def info_of(prompt: Prompt) -> dict[str, Any]:
+    """What travels with a prompt for rewards and people."""
+    return {"prompt": prompt.text, "messages": prompt.messages, "answer": prompt.answer, "meta": prompt.meta}
