@@ -4,16 +4,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 
-from .controller import current
-from .errors import UserError
-from .functions import function_ref, positional_names
-from .options import RewardOptions
-from .packing import balance, minibatch_plan, pack_rows
+from fsdprl.controller import current
+from fsdprl.errors import UserError
+from fsdprl.functions import function_ref, positional_names
+from fsdprl.options import RewardOptions
+from fsdprl.packing import balance, minibatch_plan, pack_rows
 
 SHOWN_AS = {"length": "response_length", "truncated": "response_length/truncated"}
 """Metric names where they differ from the column's."""
@@ -25,8 +25,8 @@ class Lease:
     When the last Batch that names any of them is gone, the whole span is queued and the ranks forget it.
     """
 
-    made = 0
-    freed: list[tuple[int, int]] = []
+    made: ClassVar[int] = 0
+    freed: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, ranks: Tensor) -> None:
         self.start, self.stop = Lease.made, Lease.made + len(ranks)
@@ -64,7 +64,11 @@ class Reduction:
     @property
     def var(self) -> float:
         """Unbiased variance; meaningful for weights of one. Zero for fewer than two tokens."""
-        return max(self.square - self.sum * self.mean, 0.0) / (self.count - 1) if self.count > 1 else 0.0
+        return (
+            max(self.square - self.sum * self.mean, 0.0) / (self.count - 1)
+            if self.count > 1
+            else 0.0
+        )
 
 
 class Batch:
@@ -74,7 +78,11 @@ class Batch:
     """
 
     def __init__(
-        self, row_ids: Tensor, leases: Sequence[Lease], columns: dict[str, Tensor], token_columns: set[str]
+        self,
+        row_ids: Tensor,
+        leases: Sequence[Lease],
+        columns: dict[str, Tensor],
+        token_columns: set[str],
     ) -> None:
         self.row_ids = row_ids
         self.leases = list(leases)
@@ -82,7 +90,9 @@ class Batch:
         self.token_columns = token_columns
 
     @classmethod
-    def of(cls, lease: Lease, columns: dict[str, Tensor], token_columns: Sequence[str] = ()) -> "Batch":
+    def of(
+        cls, lease: Lease, columns: dict[str, Tensor], token_columns: Sequence[str] = ()
+    ) -> "Batch":
         """A batch of a whole lease; `temperature` is 1 and every row its own `unit` where the columns do not say."""
         count = lease.stop - lease.start
         defaults = {"temperature": torch.ones(count, dtype=torch.float64), "unit": lease.row_ids}
@@ -101,11 +111,21 @@ class Batch:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             if key not in self.columns:
-                raise UserError(f"the batch has no sample column {key!r}; it has {', '.join(sorted(self.columns))}")
+                raise UserError(
+                    f"the batch has no sample column {key!r}; it has {', '.join(sorted(self.columns))}"
+                )
             return self.columns[key]
-        index = key if isinstance(key, (Tensor, slice)) else torch.tensor(list(key), dtype=torch.int64)
-        if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape != self.row_ids.shape:
-            raise UserError(f"a mask over this batch has shape ({len(self)},), not {tuple(index.shape)}")
+        index = (
+            key if isinstance(key, (Tensor, slice)) else torch.tensor(list(key), dtype=torch.int64)
+        )
+        if (
+            isinstance(index, Tensor)
+            and index.dtype == torch.bool
+            and index.shape != self.row_ids.shape
+        ):
+            raise UserError(
+                f"a mask over this batch has shape ({len(self)},), not {tuple(index.shape)}"
+            )
         columns = {name: values[index] for name, values in self.columns.items()}
         return Batch(self.row_ids[index], self.leases, columns, self.token_columns)
 
@@ -114,7 +134,9 @@ class Batch:
         if not isinstance(values, Tensor) or values.ndim == 0:
             values = torch.full((len(self),), float(values), dtype=torch.float64)
         if values.shape != (len(self),):
-            raise UserError(f"column {name!r} has shape {tuple(values.shape)}; this batch has {len(self)} rows")
+            raise UserError(
+                f"column {name!r} has shape {tuple(values.shape)}; this batch has {len(self)} rows"
+            )
         self.columns[name] = values.double() if values.is_floating_point() else values
 
     @classmethod
@@ -152,7 +174,7 @@ class Batch:
         return out
 
     def packs(self, positions: Sequence[Tensor], budget: int) -> list[list[list[int]]]:
-        """Microbatches of each rank: lists of places in its own rows, rows of a unit together, as many on every rank."""
+        """Microbatches of each rank, as many on every rank: places in its own rows, whole units."""
         plans = []
         for where in positions:
             unit_rows: dict[int, list[int]] = {}
@@ -161,7 +183,9 @@ class Batch:
             units = list(unit_rows.values())
             tokens = self.columns["tokens"][where].tolist()
             packed = pack_rows([sum(tokens[place] for place in unit) for unit in units], budget)
-            plans.append([[place for u in microbatch for place in units[u]] for microbatch in packed])
+            plans.append(
+                [[place for u in microbatch for place in units[u]] for microbatch in packed]
+            )
         most = max(map(len, plans), default=0)
         return [plan + [[] for _ in range(most - len(plan))] for plan in plans]
 
@@ -180,13 +204,18 @@ class Batch:
         before, after = self.ranks, torch.zeros(len(self), dtype=torch.int64)
         for k in range(int(number.max()) + 1):
             where = (number == k).nonzero().flatten()
-            after[where] = torch.tensor(balance(cost[where].tolist(), [units[i] for i in where.tolist()], world))
+            after[where] = torch.tensor(
+                balance(cost[where].tolist(), [units[i] for i in where.tolist()], world)
+            )
         ranks = list(range(world))
         payload = []
         for rank in ranks:
             moving = (before == rank) & (after != rank)
             payload.append(
-                {"leaving": [self.row_ids[moving & (after == other)] for other in ranks], "ranks": ranks}
+                {
+                    "leaving": [self.row_ids[moving & (after == other)] for other in ranks],
+                    "ranks": ranks,
+                }
             )
         controller.call("rows.exchange", payload, phase="rebalance").wait()
         for lease in self.leases:
@@ -195,14 +224,20 @@ class Batch:
 
     def minibatches(self, count: int = 1, seed: int | None = None) -> Iterator["Batch"]:
         """Up to `count` minibatches of whole units, shuffled by seed (None: in row order). No rows give none."""
-        number = torch.tensor(minibatch_plan(self.columns["unit"].tolist(), count, seed), dtype=torch.int64)
+        number = torch.tensor(
+            minibatch_plan(self.columns["unit"].tolist(), count, seed), dtype=torch.int64
+        )
         for k in range(int(number.max()) + 1 if len(self) else 0):
             yield self[number == k]
 
     # ---- work on the ranks -----------------------------------------------------------------
 
     def map(
-        self, fn: Callable[..., Any], *, options: RewardOptions | None = None, allow_none: bool = False
+        self,
+        fn: Callable[..., Any],
+        *,
+        options: RewardOptions | None = None,
+        allow_none: bool = False,
     ) -> Tensor:
         """Score every row with a reward function, in killable processes beside the text. Returns float64 [N].
 
@@ -214,7 +249,10 @@ class Batch:
         controller = current()
         ref = asdict_ref(fn)
         positions = self.by_rank()
-        payload = [{"rows": self.row_ids[where], "fn": ref, "options": asdict(options)} for where in positions]
+        payload = [
+            {"rows": self.row_ids[where], "fn": ref, "options": asdict(options)}
+            for where in positions
+        ]
         replies = controller.call("rows.grade", payload, phase="rule_reward").wait()
         failed = [
             (int(self.row_ids[where[index]]), cause)
@@ -242,14 +280,20 @@ class Batch:
     def apply(self, fn: Callable[..., Any], *, out: str | Sequence[str]) -> None:
         """Row-local token arithmetic on the ranks: fn(columns...) -> [S] or {name: [S]} becomes token columns.
 
-        fn's positional parameters are column names (token, sample or `segment`). Raises UserError for unknown ones.
+        fn's positional parameters are column names (token, sample, `segment` or `ids`). Raises UserError
+        for unknown ones.
         """
         names = [out] if isinstance(out, str) else list(out)
         wanted = positional_names(fn)
-        self.check_columns(fn, wanted, known=("segment",))
+        self.check_columns(fn, wanted, known=("segment", "ids"))
         ref = asdict_ref(fn)
         payload = [
-            {"rows": self.row_ids[where], "fn": ref, "samples": self.sample_columns(wanted, where), "out": names}
+            {
+                "rows": self.row_ids[where],
+                "fn": ref,
+                "samples": self.sample_columns(wanted, where),
+                "out": names,
+            }
             for where in self.by_rank()
         ]
         current().call("rows.apply", payload, phase="adv").wait()
@@ -258,9 +302,12 @@ class Batch:
     def reduce(self, column: str, weight: str | None = None) -> Reduction:
         """Exact global sum, sum of squares, count, min and max of a token column, weighted by a sample column."""
         self.check_token_column(column)
-        weights = self.columns[weight].double() if weight else torch.ones(len(self), dtype=torch.float64)
+        weights = (
+            self.columns[weight].double() if weight else torch.ones(len(self), dtype=torch.float64)
+        )
         payload = [
-            {"rows": self.row_ids[where], "column": column, "weight": weights[where]} for where in self.by_rank()
+            {"rows": self.row_ids[where], "column": column, "weight": weights[where]}
+            for where in self.by_rank()
         ]
         parts = current().call("rows.reduce", payload, phase="adv").wait()
         return Reduction(
@@ -291,7 +338,10 @@ class Batch:
             if self[name].dtype == torch.bool:
                 metrics[shown] = float(values.mean())
             else:
-                metrics |= {f"{shown}/{how}": float(getattr(values, how)()) for how in ("mean", "min", "max")}
+                metrics |= {
+                    f"{shown}/{how}": float(getattr(values, how)())
+                    for how in ("mean", "min", "max")
+                }
         return metrics
 
     def peek(self, count: int = 3) -> list[dict[str, Any]]:
@@ -303,10 +353,14 @@ class Batch:
         shown: list[dict[str, Any]] = [{} for _ in range(len(some))]
         for where, reply in zip(positions, replies, strict=True):
             for position, text in zip(where.tolist(), reply, strict=True):
-                shown[position] = {name: values[position].item() for name, values in some.columns.items()} | text
+                shown[position] = {
+                    name: values[position].item() for name, values in some.columns.items()
+                } | text
         return shown
 
-    def write_completions(self, folder: Path, step: int, names: Sequence[str] = ("reward", "length", "truncated")) -> None:
+    def write_completions(
+        self, folder: Path, step: int, names: Sequence[str] = ("reward", "length", "truncated")
+    ) -> None:
         """Every rank appends its own rows, with these sample columns, to its shard in the folder."""
         present = [name for name in names if name in self.columns]
         payload = [
@@ -326,11 +380,15 @@ class Batch:
         """The named columns that are sample columns, at these positions."""
         return {name: self.columns[name][where] for name in names if name in self.columns}
 
-    def check_columns(self, fn: Callable[..., Any], wanted: Sequence[str], known: Sequence[str]) -> None:
+    def check_columns(
+        self, fn: Callable[..., Any], wanted: Sequence[str], known: Sequence[str]
+    ) -> None:
         """Raise UserError where a function asks for a column that nobody made."""
         have = set(self.columns) | self.token_columns | set(known)
         if missing := [name for name in wanted if name not in have]:
-            shown = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", fn), "__name__", fn)
+            shown = getattr(fn, "__name__", None) or getattr(
+                getattr(fn, "func", fn), "__name__", fn
+            )
             raise UserError(
                 f"{shown} asks for column {missing[0]!r}; there are sample columns {', '.join(sorted(self.columns))}, "
                 f"token columns {', '.join(sorted(self.token_columns)) or 'none'}, and {', '.join(known)}"
@@ -338,7 +396,9 @@ class Batch:
 
     def check_token_column(self, name: str) -> None:
         if name not in self.token_columns:
-            raise UserError(f"there is no token column {name!r}; there are {', '.join(sorted(self.token_columns))}")
+            raise UserError(
+                f"there is no token column {name!r}; there are {', '.join(sorted(self.token_columns))}"
+            )
 
 
 def asdict_ref(fn: Callable[..., Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .store import Row, Store
+from fsdprl.store import Row, Store
 
 
 def encode_rows(rows: Sequence[tuple[int, Row]]) -> Tensor:
@@ -15,7 +15,10 @@ def encode_rows(rows: Sequence[tuple[int, Row]]) -> Tensor:
     header, tensors = [], []
     for row_id, row in rows:
         names = list(row.columns)
-        columns = [(name, str(row.columns[name].dtype).removeprefix("torch."), len(row.columns[name])) for name in names]
+        columns = [
+            (name, str(row.columns[name].dtype).removeprefix("torch."), len(row.columns[name]))
+            for name in names
+        ]
         header.append((row_id, len(row.ids), columns, row.info))
         tensors += [row.ids, row.mask, *(row.columns[name] for name in names)]
     head = msgspec.msgpack.encode(header)
@@ -33,7 +36,9 @@ def decode_rows(buffer: Tensor) -> list[tuple[int, Row]]:
     def take(dtype: torch.dtype, count: int) -> Tensor:
         nonlocal offset
         size = count * dtype.itemsize
-        part = buffer[offset : offset + size].clone().view(dtype)  # clone: aligned, and free of the buffer
+        part = (
+            buffer[offset : offset + size].clone().view(dtype)
+        )  # clone: aligned, and free of the buffer
         offset += size
         return part
 
@@ -51,12 +56,17 @@ def exchange_rows(store: Store, leaving: Sequence[Sequence[int]], group: dist.Pr
 
     leaving: one list of row ids per group rank (this rank's own list is empty).
     """
-    out = [encode_rows([(i, store.rows[i]) for i in ids]) if ids else torch.zeros(0, dtype=torch.uint8) for ids in leaving]
+    out = [
+        encode_rows([(i, store.rows[i]) for i in ids]) if ids else torch.zeros(0, dtype=torch.uint8)
+        for ids in leaving
+    ]
     out_sizes = torch.tensor([len(part) for part in out], dtype=torch.int64)
     in_sizes = torch.zeros_like(out_sizes)
     dist.all_to_all_single(in_sizes, out_sizes, group=group)
     received = torch.empty(int(in_sizes.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, torch.cat(out), in_sizes.tolist(), out_sizes.tolist(), group=group)
+    dist.all_to_all_single(
+        received, torch.cat(out), in_sizes.tolist(), out_sizes.tolist(), group=group
+    )
     for ids in leaving:
         for i in ids:
             del store.rows[i]

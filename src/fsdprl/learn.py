@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsdprl.models import Packed, PackedModel, load_model, pack
+from fsdprl.optim import Optimizer
+from fsdprl.worker import Worker
 from torch import Tensor
 
-from . import checkpoint_io, device
-from .functions import FunctionRef, positional_names, resolve
-from .losses import RowLoss
-from .mesh import shard_mesh
-from .models import Packed, PackedModel, load_model, pack
-from .optim import Optimizer
-from .options import ShardingOptions
-from .rows import gather_columns
-from .worker import Worker
+from fsdprl import checkpoint_io, device
+from fsdprl.functions import FunctionRef, positional_names, resolve
+from fsdprl.losses import RowLoss
+from fsdprl.mesh import shard_mesh
+from fsdprl.options import ShardingOptions
+from fsdprl.rows import gather_columns
+from fsdprl.segments import row_count
 
 MODEL_COLUMNS = ("logp", "entropy", "value", "score")
 """Names a loss may ask for that the forward pass makes."""
@@ -24,7 +25,9 @@ MODEL_COLUMNS = ("logp", "entropy", "value", "score")
 class Model:
     """One model of this rank and, if it is trained, its optimizer."""
 
-    def __init__(self, network: PackedModel, path: str, group: Any, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self, network: PackedModel, path: str, group: Any, optimizer: Optimizer | None
+    ) -> None:
         self.network = network
         self.path = path
         self.group = group
@@ -45,26 +48,38 @@ def build(
     """Load a checkpoint into shards. optimizer: keyword arguments of Optimizer, None for a frozen model."""
     options = ShardingOptions(**sharding)
     mesh = shard_mesh(worker.device.type, worker.world.size, options.replicate)
-    network = load_model(path, kind=kind, options=options, mesh=mesh, device=worker.device, dtype=dtype, seed=seed)
+    network = load_model(
+        path, kind=kind, options=options, mesh=mesh, device=worker.device, dtype=dtype, seed=seed
+    )
     if optimizer is None:
         network.requires_grad_(False)
     trained = None if optimizer is None else Optimizer(network, **optimizer)
     group = mesh.get_group("shard")
     worker.models[model] = Model(network, path, group, trained)
-    return {"parameters": sum(p.numel() for p in network.parameters()), "device": worker.device.type}
+    return {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "device": worker.device.type,
+    }
 
 
 def packed(worker: Worker, row_ids: Sequence[int], temperature: Tensor) -> Packed:
     """One microbatch of rows on the device; no rows give the dummy microbatch."""
     rows = worker.store.select(row_ids)
     return pack(
-        [(row.ids, row.mask, float(t)) for row, t in zip(rows, temperature, strict=True)], worker.device
+        [(row.ids, row.mask, float(t)) for row, t in zip(rows, temperature, strict=True)],
+        worker.device,
     )
 
 
 @torch.no_grad()
 def forward(
-    worker: Worker, *, model: str, rows: Tensor, packs: list[list[int]], temperature: Tensor, out: dict[str, str]
+    worker: Worker,
+    *,
+    model: str,
+    rows: Tensor,
+    packs: list[list[int]],
+    temperature: Tensor,
+    out: dict[str, str],
 ) -> Tensor | None:
     """Run the model over rows without gradient.
 
@@ -76,7 +91,9 @@ def forward(
     scores = torch.zeros(len(rows), dtype=torch.float64)
     for positions in packs:
         row_ids = rows[positions].tolist()
-        first, entropy = network(packed(worker, row_ids, temperature[positions]), entropy="entropy" in out)
+        first, entropy = network(
+            packed(worker, row_ids, temperature[positions]), entropy="entropy" in out
+        )
         if network.kind == "reward":
             scores[positions] = first.double().cpu()[: len(positions)]
         for made, name in out.items():
@@ -113,11 +130,15 @@ def forward_backward(
         first, entropy = network(batch, entropy="entropy" in names)
         made = {"entropy": entropy, "logp": first, "value": first, "score": first}
         columns = gather_columns(worker.store, row_ids, stored, local)
-        columns = made | {name: _to(values, worker.device, first.dtype) for name, values in columns.items()}
-        total = first.sum() * 0.0  # connected even without rows: the collectives of backward always run
+        columns = made | {
+            name: _to(values, worker.device, first.dtype) for name, values in columns.items()
+        }
+        total = (
+            first.sum() * 0.0
+        )  # connected even without rows: the collectives of backward always run
         for function in functions if row_ids else ():
             result = function(**{name: columns[name] for name in positional_names(function)})
-            part, metrics = weighted_sum(result, columns["weight"], local)
+            part, metrics = weighted_sum(result, columns["weight"], columns["segment"], local)
             total = total + part
             for name, value in metrics.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
@@ -127,18 +148,20 @@ def forward_backward(
 
 
 def weighted_sum(
-    result: Any, weight_S: Tensor, samples: dict[str, Tensor]
+    result: Any, weight_S: Tensor, segment_S: Tensor, samples: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum(loss * weight) of a token-level or row-level loss, and what its metrics sum to, in float64.
 
-    A RowLoss with one entry a row takes the rows' weights; with one entry a unit (pair), that of its first row.
-    Raises ValueError where a shape differs from what the weights cover: nothing is broadcast.
+    A RowLoss takes the rows' weights, one a row. Raises ValueError where a shape differs from what the
+    weights cover: nothing is broadcast.
     """
     if isinstance(result, RowLoss):
         loss, metrics = result.loss, result.metrics
         weight = samples["weight"].to(loss)
-        if len(loss) != len(weight):
-            weight = weight[first_of_unit(samples["unit"])]
+        if len(loss) == row_count(
+            segment_S
+        ):  # rows without loss tokens at the end do not show in `segment`
+            weight = weight[: len(loss)]
     else:
         loss, metrics = result
         weight = weight_S
@@ -146,7 +169,7 @@ def weighted_sum(
         if values.shape != weight.shape:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but there are {len(weight)} weights: a loss returns "
-                f"one number per loss token (or RowLoss with one per row or unit)"
+                f"one number per loss token, or a RowLoss with one per row"
             )
     total = (loss * weight).sum()
     sums = {"loss": total.detach().double()}
@@ -156,15 +179,9 @@ def weighted_sum(
     return total, sums
 
 
-def first_of_unit(unit: Tensor) -> Tensor:
-    """Position of the first row of each unit, in order of first appearance."""
-    seen: dict[int, int] = {}
-    for position, value in enumerate(unit.tolist()):
-        seen.setdefault(int(value), position)
-    return torch.tensor(list(seen.values()), dtype=torch.int64)
-
-
-def optim_step(worker: Worker, *, model: str, lr: float, weight_decay: float, max_grad_norm: float) -> dict[str, float]:
+def optim_step(
+    worker: Worker, *, model: str, lr: float, weight_decay: float, max_grad_norm: float
+) -> dict[str, float]:
     """One optimizer step over all shards. Raises NonFiniteError on every rank before touching a weight."""
     optimizer = worker.models[model].optimizer
     if optimizer is None:
@@ -177,7 +194,9 @@ def save(worker: Worker, *, model: str, out: str) -> None:
     m = worker.models[model]
     checkpoint_io.save_checkpoint(m.network, m.path, Path(out), group=m.group)
     if m.optimizer is not None:
-        checkpoint_io.save_tensors(m.optimizer.state_tensors(), Path(out) / "trainer", group=m.group)
+        checkpoint_io.save_tensors(
+            m.optimizer.state_tensors(), Path(out) / "trainer", group=m.group
+        )
 
 
 def load(worker: Worker, *, model: str, path: str) -> None:
@@ -185,7 +204,9 @@ def load(worker: Worker, *, model: str, path: str) -> None:
     m = worker.models[model]
     checkpoint_io.load_weights(m.network, Path(path))
     if m.optimizer is not None:
-        m.optimizer.load_state_tensors(checkpoint_io.load_tensors(m.optimizer.state_tensors(), Path(path) / "trainer"))
+        m.optimizer.load_state_tensors(
+            checkpoint_io.load_tensors(m.optimizer.state_tensors(), Path(path) / "trainer")
+        )
 
 
 def memory(worker: Worker) -> dict[str, float]:

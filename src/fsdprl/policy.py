@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsdprl.dryrun import memory_estimate
 from torch import Tensor
 
-from .batch import Batch, asdict_ref
-from .checkpoint_files import find_checkpoint
-from .controller import current
-from .dryrun import memory_estimate
-from .functions import positional_names
-from .options import DType, ShardingOptions
+from fsdprl.batch import Batch, asdict_ref
+from fsdprl.checkpoint_files import find_checkpoint
+from fsdprl.controller import current
+from fsdprl.functions import positional_names
+from fsdprl.options import DType, ShardingOptions
 
 MADE = {"policy": ("logp", "entropy"), "value": ("value",), "reward": ("score",)}
 """Columns that a forward pass makes and a loss may ask for by name."""
@@ -51,7 +51,9 @@ class Network:
         self.config = find_checkpoint(path, flag=flag).config
         if controller.flags.dry_run:
             self.dtype = dtype or "bfloat16"
-            lines = memory_estimate(path, controller.world_size, self.dtype, self.sharding, trained=self.trained)
+            lines = memory_estimate(
+                path, controller.world_size, self.dtype, self.sharding, trained=self.trained
+            )
             controller.report.append((f"memory of {name}", lines))
             return
         self.dtype = dtype or ("float32" if controller.device_type == "cpu" else "bfloat16")
@@ -113,7 +115,7 @@ class Trained(Network):
         wanted = {"weight", "temperature", "unit"}
         for function in losses:
             names = positional_names(function)
-            batch.check_columns(function, names, known=("segment", *MADE[self.kind]))
+            batch.check_columns(function, names, known=("segment", "ids", *MADE[self.kind]))
             wanted |= set(names)
         positions = batch.by_rank(keep=batch["weight"] != 0)
         packs = batch.packs(positions, self.sharding.tokens_per_microbatch)
@@ -140,18 +142,30 @@ class Trained(Network):
         for name, value in sums.items():
             if name.startswith("metric/"):
                 short = name.removeprefix("metric/")
-                averaged[f"{self.metrics_prefix}/{short}"] = value / (sums[f"weight/{short}"] or 1.0)
+                averaged[f"{self.metrics_prefix}/{short}"] = value / (
+                    sums[f"weight/{short}"] or 1.0
+                )
         return averaged
 
-    def optim_step(self, *, lr: float, weight_decay: float = 0.0, max_grad_norm: float = 1.0) -> dict[str, float]:
+    def optim_step(
+        self, *, lr: float, weight_decay: float = 0.0, max_grad_norm: float = 1.0
+    ) -> dict[str, float]:
         """One optimizer step from the accumulated gradient, which is cleared.
 
         max_grad_norm: clip the global norm to this (0: never). Returns {"actor/grad_norm", "actor/lr"}. A gradient
         that is not finite stops the job on all ranks before any weight moves.
         """
-        payload = {"model": self.name, "lr": lr, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        payload = {
+            "model": self.name,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
         stepped = current().call("model.optim_step", payload, phase=self.update_phase).wait()[0]
-        return {f"{self.metrics_prefix}/grad_norm": stepped["grad_norm"], f"{self.metrics_prefix}/lr": lr}
+        return {
+            f"{self.metrics_prefix}/grad_norm": stepped["grad_norm"],
+            f"{self.metrics_prefix}/lr": lr,
+        }
 
 
 class Policy(Trained):

@@ -4,22 +4,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fsdprl.engines import Request, Sampling, build_engine
+from fsdprl.stream import shard_checksums, weight_stream
+from fsdprl.worker import Worker
 from torch import Tensor
 
-from .engines import Request, Sampling, build_engine
-from .options import EngineOptions
-from .store import Row
-from .stream import shard_checksums, weight_stream
-from .worker import Worker
+from fsdprl.options import EngineOptions
+from fsdprl.store import Row
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 def build(
-    worker: Worker, *, kind: str, path: str, options: dict, dtype: str, max_model_len: int, seed: int, chat_template: str
+    worker: Worker,
+    *,
+    kind: str,
+    path: str,
+    options: dict,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    chat_template: str,
 ) -> None:
     """Make the engine and the tokenizer that turns its tokens into text."""
-    from .data.chat import load_tokenizer  # transformers: seconds to import, needed only here
+    from fsdprl.data.chat import load_tokenizer  # transformers: seconds to import, needed only here
 
     worker.state["tokenizer"] = load_tokenizer(path, chat_template=chat_template or None)
     worker.state["engine_options"] = EngineOptions(**options)
@@ -44,7 +57,9 @@ def pull(worker: Worker, *, model: str, version: int) -> None:
     trained = worker.models[model]
     dtype = worker.state["engine_dtype"]
     bucket_bytes = int(worker.state["engine_options"].bucket_mb * 2**20)
-    buckets = weight_stream(trained.network, dtype=dtype, bucket_bytes=bucket_bytes, group=trained.group)
+    buckets = weight_stream(
+        trained.network, dtype=dtype, bucket_bytes=bucket_bytes, group=trained.group
+    )
 
     def ticking() -> Any:
         for bucket in buckets:
@@ -75,11 +90,14 @@ def generate(
 ) -> dict[str, Any]:
     """Sample n answers to each prompt of this rank and keep them as rows.
 
-    lengths, ids: the prompts' tokens back to back. first_row: row id of each prompt's first answer. seeds: [prompts * n].
+    lengths, ids: the prompts' tokens back to back. first_row: row id of each prompt's first answer.
+    seeds: [prompts * n].
     Returns sample columns [prompts * n] and the engine's statistics.
     """
     if worker.engine.version != version:
-        raise ValueError(f"the engine holds weights of version {worker.engine.version}, not {version}: pull first")
+        raise ValueError(
+            f"the engine holds weights of version {worker.engine.version}, not {version}: pull first"
+        )
     prompts = list(ids.split(lengths.tolist())) if len(lengths) else []
     tokens = [prompt.tolist() for prompt in prompts]
     requests = [Request(tokens[i // n], int(seed)) for i, seed in enumerate(seeds.tolist())]
@@ -89,7 +107,10 @@ def generate(
         answer_ids = completion.ids.to(torch.int32)
         mask = torch.zeros(len(prompt) + len(answer_ids), dtype=torch.bool)
         mask[len(prompt) :] = True
-        info = infos[i // n] | {"prompt_length": len(prompt), "truncated": completion.finish == "length"}
+        info = infos[i // n] | {
+            "prompt_length": len(prompt),
+            "truncated": completion.finish == "length",
+        }
         row = Row(torch.cat([prompt, answer_ids]), mask, info, {"logp_sampler": completion.logp})
         worker.store.put(first_row[i // n] + i % n, row)
     return {
@@ -99,4 +120,8 @@ def generate(
     }
 
 
-VERBS: dict[str, Callable[..., Any]] = {"engine.build": build, "engine.pull": pull, "engine.generate": generate}
+VERBS: dict[str, Callable[..., Any]] = {
+    "engine.build": build,
+    "engine.pull": pull,
+    "engine.generate": generate,
+}

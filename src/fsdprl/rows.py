@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsdprl.worker import Worker
 from torch import Tensor
 
-from .exchange import exchange_rows
-from .functions import FunctionRef, positional_names, resolve
-from .mesh import cpu_group
-from .options import RewardOptions
-from .sample import Sample
-from .store import Store
-from .worker import Worker
+from fsdprl.exchange import exchange_rows
+from fsdprl.functions import FunctionRef, positional_names, resolve
+from fsdprl.mesh import cpu_group
+from fsdprl.options import RewardOptions
+from fsdprl.sample import Sample
+from fsdprl.store import Store
 
 
 def gather_columns(
@@ -22,14 +22,19 @@ def gather_columns(
 ) -> dict[str, Tensor]:
     """Columns by name over the loss tokens of these rows, each [S].
 
-    A name is `segment` (row ordinal of each token), a sample column (its row's number on every token) or a token
-    column. samples: name -> [R], aligned with row_ids.
+    A name is `segment` (row ordinal of each token), `ids` (the tokens themselves), a sample column (its row's number
+    on every token) or a token column. samples: name -> [R], aligned with row_ids.
     """
     segment = store.segments(row_ids)
     columns = {}
     for name in names:
         if name == "segment":
             columns[name] = segment
+        elif name == "ids":
+            rows = store.select(row_ids)
+            columns[name] = (
+                torch.cat([row.ids[row.mask] for row in rows]) if rows else segment.int()
+            )
         elif name in samples:
             columns[name] = samples[name][segment]
         else:
@@ -37,14 +42,18 @@ def gather_columns(
     return columns
 
 
-def apply(worker: Worker, *, rows: Tensor, fn: dict, samples: dict[str, Tensor], out: list[str]) -> None:
+def apply(
+    worker: Worker, *, rows: Tensor, fn: dict, samples: dict[str, Tensor], out: list[str]
+) -> None:
     """Row-local token arithmetic: fn's result(s) become token columns."""
     function = resolve(FunctionRef(**fn))
     row_ids = rows.tolist()
     result = function(**gather_columns(worker.store, row_ids, positional_names(function), samples))
     results = result if isinstance(result, dict) else {out[0]: result}
     if set(results) != set(out):
-        raise ValueError(f"{fn['qualname']} returned columns {sorted(results)}, but out names {sorted(out)}")
+        raise ValueError(
+            f"{fn['qualname']} returned columns {sorted(results)}, but out names {sorted(out)}"
+        )
     for name, values in results.items():
         worker.store.set_column(name, row_ids, values)
 
@@ -68,7 +77,9 @@ def row_sum(worker: Worker, *, rows: Tensor, column: str) -> Tensor:
     """Sum of a token column over each row, float64 [R]."""
     row_ids = rows.tolist()
     sums = torch.zeros(len(row_ids), dtype=torch.float64)
-    return sums.index_add_(0, worker.store.segments(row_ids), worker.store.column(column, row_ids).double())
+    return sums.index_add_(
+        0, worker.store.segments(row_ids), worker.store.column(column, row_ids).double()
+    )
 
 
 def exchange(worker: Worker, *, leaving: list[Tensor], ranks: list[int]) -> None:
@@ -103,15 +114,17 @@ def samples_of(worker: Worker, row_ids: Sequence[int]) -> list[Sample]:
 
 
 def grade(worker: Worker, *, rows: Tensor, fn: dict, options: dict) -> dict[str, Any]:
-    """Run a reward function over rows. Scores are [R] float64, NaN where the function said None or its process failed."""
-    from .grading import Grader  # heavy only when rewards are used
+    """Run a reward function over rows. Scores: float64 [R], NaN for None and for failed processes."""
+    from fsdprl.grading import Grader  # heavy only when rewards are used
 
     wanted = RewardOptions(**options)
     if worker.grader is None or worker.state.get("reward_options") != wanted:
         if worker.grader is not None:
             worker.grader.close()
         worker.grader, worker.state["reward_options"] = Grader(wanted, debug=worker.debug), wanted
-    graded = worker.grader.grade(FunctionRef(**fn), samples_of(worker, rows.tolist()), worker.progress)
+    graded = worker.grader.grade(
+        FunctionRef(**fn), samples_of(worker, rows.tolist()), worker.progress
+    )
     scores = [float("nan") if score is None else score for score in graded.scores]
     failed = [(failure.index, failure.cause) for failure in graded.failures]
     return {"scores": torch.tensor(scores, dtype=torch.float64), "failed": failed}
@@ -120,17 +133,27 @@ def grade(worker: Worker, *, rows: Tensor, fn: dict, options: dict) -> dict[str,
 def peek(worker: Worker, *, rows: Tensor) -> list[dict[str, Any]]:
     """Samples as dicts, for people to read."""
     fields = ("prompt", "response", "answer", "length", "truncated", "row")
-    return [{name: getattr(sample, name) for name in fields} for sample in samples_of(worker, rows.tolist())]
+    return [
+        {name: getattr(sample, name) for name in fields}
+        for sample in samples_of(worker, rows.tolist())
+    ]
 
 
-def write_completions(worker: Worker, *, rows: Tensor, path: str, step: int, samples: dict[str, Tensor]) -> None:
+def write_completions(
+    worker: Worker, *, rows: Tensor, path: str, step: int, samples: dict[str, Tensor]
+) -> None:
     """Append one JSON line a row to this rank's own shard of the completions folder."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: values.tolist() for name, values in samples.items()}
     with (folder / f"rank-{worker.world.rank:05d}.jsonl").open("a", encoding="utf-8") as file:
         for i, sample in enumerate(samples_of(worker, rows.tolist())):
-            line = {"step": step, "prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+            line = {
+                "step": step,
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "answer": sample.answer,
+            }
             line |= {name: values[i] for name, values in columns.items()}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 

@@ -1,6 +1,7 @@
 """Sampler: the engine on every rank as the controller holds it."""
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,21 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from fsdprl.data.prompt import Prompt
 from torch import Tensor
 
-from .batch import Batch, Lease
-from .controller import current
-from .data.prompt import Prompt
-from .options import EngineOptions
-from .packing import attention_cost
-from .policy import Policy
+from fsdprl.batch import Batch, Lease
+from fsdprl.controller import current
+from fsdprl.options import EngineOptions
+from fsdprl.packing import attention_cost
+from fsdprl.policy import Policy
 
 ROLLOUT_PHASES = ("rollout", "eval")
 
 
 def sample_seed(seed: int, step: int, call: int, prompt: int, sample: int) -> int:
     """The seed of one answer: a pure function of where it stands in the run, below 2^62."""
-    digest = hashlib.blake2b(struct.pack("<5q", seed, step, call, prompt, sample), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        struct.pack("<5q", seed, step, call, prompt, sample), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
@@ -67,7 +70,6 @@ class Sampler:
         self.kind = options.kind
         if self.kind == "auto":
             self.kind = "transformers" if controller.device_type == "cpu" else "vllm"
-        controller.config["engine"] = self.kind if "engine" not in controller.config else controller.config["engine"]
         payload = {
             "kind": self.kind,
             "path": policy.path,
@@ -80,7 +82,7 @@ class Sampler:
         controller.call("engine.build", payload, phase="engine").wait()
 
     def pull(self, policy: Policy | None = None) -> None:
-        """Stream the policy's weights into every engine. Version and checksums are confirmed before the next generate."""
+        """Stream the policy's weights into every engine, which confirms version and checksums."""
         self.version += 1
         payload = {"model": (policy or self.policy).name, "version": self.version}
         current().call("engine.pull", payload, phase="resharding_to_infer").wait()
@@ -105,9 +107,13 @@ class Sampler:
         seeds = self.seeds(prompts, n, phase)
         lengths = torch.tensor([len(prompt.ids) for prompt in prompts], dtype=torch.int64)
         payload = []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             mine = prompts[start:stop]
-            ids = np.concatenate([prompt.ids for prompt in mine]) if mine else np.zeros(0, dtype=np.int32)
+            ids = (
+                np.concatenate([prompt.ids for prompt in mine])
+                if mine
+                else np.zeros(0, dtype=np.int32)
+            )
             payload.append(
                 {
                     "first_row": [lease.start + i * n for i in range(start, stop)],
@@ -134,8 +140,12 @@ class Sampler:
             "loss_tokens": length.clone(),
             "truncated": torch.cat([reply["truncated"] for reply in replies]),
             "group": torch.arange(count).repeat_interleave(n),
-            "prompt": torch.tensor([p.index for p in prompts], dtype=torch.int64).repeat_interleave(n),
-            "temperature": torch.full((count * n,), settings["temperature"] or 1.0, dtype=torch.float64),
+            "prompt": torch.tensor([p.index for p in prompts], dtype=torch.int64).repeat_interleave(
+                n
+            ),
+            "temperature": torch.full(
+                (count * n,), settings["temperature"] or 1.0, dtype=torch.float64
+            ),
             "version": torch.full((count * n,), self.version),
             "cost": torch.tensor(cost, dtype=torch.float64),
         }
@@ -150,10 +160,17 @@ class Sampler:
             self.calls = (step, {})
         call = self.calls[1][phase] = self.calls[1].get(phase, -1) + 1
         ordinal = 2 * call + ROLLOUT_PHASES.index(phase)
-        seeds = [sample_seed(self.seed, step, ordinal, p.index, i) for p in prompts for i in range(n)]
+        seeds = [
+            sample_seed(self.seed, step, ordinal, p.index, i) for p in prompts for i in range(n)
+        ]
         return torch.tensor(seeds, dtype=torch.int64)
 
 
 def info_of(prompt: Prompt) -> dict[str, Any]:
     """What travels with a prompt for rewards and people."""
-    return {"prompt": prompt.text, "messages": prompt.messages, "answer": prompt.answer, "meta": prompt.meta}
+    return {
+        "prompt": prompt.text,
+        "messages": prompt.messages,
+        "answer": prompt.answer,
+        "meta": prompt.meta,
+    }

@@ -41,14 +41,22 @@ class Store:
 
     def put(self, row_id: int, row: Row) -> None:
         """Add a row. Raises ValueError where shapes disagree or the first token is a loss token."""
-        if row.ids.dtype != torch.int32 or row.mask.dtype != torch.bool or row.ids.shape != row.mask.shape:
+        if (
+            row.ids.dtype != torch.int32
+            or row.mask.dtype != torch.bool
+            or row.ids.shape != row.mask.shape
+        ):
             raise ValueError(f"row {row_id}: ids must be int32 and mask bool of one shape")
         if row.mask.numel() and bool(row.mask[0]):
-            raise ValueError(f"row {row_id}: the first token has no prefix and cannot be a loss token")
+            raise ValueError(
+                f"row {row_id}: the first token has no prefix and cannot be a loss token"
+            )
         loss_tokens = row.loss_tokens
         for name, values in row.columns.items():
             if values.shape != (loss_tokens,):
-                raise ValueError(f"row {row_id}: column {name!r} has shape {tuple(values.shape)}, not ({loss_tokens},)")
+                raise ValueError(
+                    f"row {row_id}: column {name!r} has shape {tuple(values.shape)}, not ({loss_tokens},)"
+                )
         self.rows[row_id] = row
 
     def select(self, row_ids: Iterable[int]) -> list[Row]:
@@ -60,7 +68,9 @@ class Store:
         for i in row_ids:
             row = self.rows[int(i)]
             if name not in row.columns:
-                raise KeyError(f"row {int(i)} has no token column {name!r}; it has {sorted(row.columns)}")
+                raise KeyError(
+                    f"row {int(i)} has no token column {name!r}; it has {sorted(row.columns)}"
+                )
             parts.append(row.columns[name])
         return torch.cat(parts) if parts else torch.zeros(0)
 
@@ -68,7 +78,9 @@ class Store:
         """Split values [S] (rows back to back) into the rows' columns."""
         lengths = [self.rows[int(i)].loss_tokens for i in row_ids]
         if values.shape != (sum(lengths),):
-            raise ValueError(f"column {name!r}: {tuple(values.shape)} values for {sum(lengths)} loss tokens")
+            raise ValueError(
+                f"column {name!r}: {tuple(values.shape)} values for {sum(lengths)} loss tokens"
+            )
         # clone: a view would keep the whole packed tensor alive for as long as one row lives
         for i, part in zip(row_ids, values.split(lengths), strict=True):
             self.rows[int(i)].columns[name] = part.clone()
