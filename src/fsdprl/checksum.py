@@ -1,0 +1,71 @@
+"""Checksums of weights that a trainer computes from its shards and an engine from what arrived.
+
+checksum(t) = sum over rows r (dimension 0) of (r + 1) * (sum of the row's bit patterns as signed
+integers), modulo 2**64: shares of it add up whatever the sharding, and a stale, lost, cut, misplaced
+or altered piece changes it. It guards against mistakes, not against an adversary.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdprl.hf_layout import HfLayout
+from fsdprl.shards import LocalShard, as_dtype, model_shards
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK_ELEMENTS = 1 << 18  # cast and widened at a time: stays in cache
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """Checksum of a whole tensor in its own dtype, as a signed 64-bit integer."""
+    flat = tensor.detach().contiguous().view(-1)
+    width = flat.numel() // tensor.shape[0] if tensor.dim() and flat.numel() else 1
+    return int(_rows_checksum(flat, width, 0, flat.dtype))
+
+
+def shard_checksums(
+    model: Any, *, dtype: str | torch.dtype, group: dist.ProcessGroup | None = None
+) -> dict[str, int]:
+    """Checksum of every checkpoint tensor of `model.hf` after a cast to `dtype`, from the shards.
+
+    Equal to `tensor_checksum` of what `weight_stream` yields under the same name. One all-reduce of
+    an integer per tensor over `group` (None: the model's shard axis); all its ranks call it.
+    """
+    shards = model_shards(model.hf)
+    layout = HfLayout(model.hf, shards)
+    items = [item for param in shards for item in layout.canonical(param)]
+    axis = next((shard.axis for shard in shards.values() if shard.axis is not None), None)
+    device = next(iter(shards.values())).local.device if shards else torch.device("cpu")
+    sums = torch.zeros(len(items), dtype=torch.int64, device=device)
+    for i, item in enumerate(items):
+        shard = shards[item.param]
+        a, b = shard.overlap(item.start, item.numel)
+        counted = shard.axis is not None or axis is None or axis.rank == 0
+        if a < b and counted:
+            width = item.numel // item.shape[0] if item.shape else 1
+            part = shard.view(item.start + a, b - a)
+            sums[i] = _rows_checksum(part, width, a // width, sent_dtype(shard, dtype))
+    if axis is not None and axis.size > 1:
+        sums = sums.to(axis.device_type)
+        dist.all_reduce(sums, group=group or axis.group)
+    return {item.name: total for item, total in zip(items, sums.tolist(), strict=True)}
+
+
+def sent_dtype(shard: LocalShard, dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype in which an engine gets this tensor: buffers and integers keep their own."""
+    own = shard.local.dtype
+    return own if shard.buffer or not own.is_floating_point else as_dtype(dtype)
+
+
+def _rows_checksum(flat: Tensor, width: int, first_row: int, dtype: torch.dtype) -> Tensor:
+    """Share of rows first_row, first_row + 1, ... whose elements are `flat`."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    rows = max(1, CHUNK_ELEMENTS // width)
+    for row in range(0, flat.numel() // width, rows):
+        part = flat[row * width : (row + rows) * width].to(dtype)
+        sums = part.view(INTEGERS[dtype.itemsize]).view(-1, width).sum(1, dtype=torch.int64)
+        first = first_row + row + 1
+        total += (sums * torch.arange(first, first + len(sums), device=flat.device)).sum()
+    return total

@@ -1,0 +1,213 @@
+"""The weight stream: DTensor shards to full tensors in checkpoint names, a bucket at a time.
+
+Shards are cast to the engine's dtype, packed into one small send buffer, all-gathered into one small
+receive buffer and copied out into tensors of their own: both buffers are reused, since fresh large
+ones cost page faults and memory. Nothing bigger than a bucket exists.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdprl.checksum import sent_dtype, shard_checksums, tensor_checksum
+from fsdprl.hf_layout import HfLayout, Item
+from fsdprl.shards import LocalShard, ShardAxis, model_shards
+
+__all__ = ["Bucket", "shard_checksums", "tensor_checksum", "weight_stream"]
+
+GATHER_BYTES = 16 << 20
+ALIGN = 8  # bytes: any dtype may start there
+LAYER = re.compile(r"^.*?\.\d+(?=\.)")
+
+
+@dataclass
+class Bucket:
+    """Full tensors under their checkpoint names, in the engine's dtype.
+
+    They own their memory and stay valid as long as somebody holds them, except on one rank and
+    without a cast: there they are the parameters themselves, to be read before the next training step.
+    """
+
+    tensors: list[tuple[str, Tensor]]
+    layer_end: bool
+    """Whether every layer begun so far is complete."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Elements [start, stop) of every rank's shard of one parameter: what one bucket takes of it."""
+
+    shard: LocalShard
+    dtype: torch.dtype
+    start: int
+    stop: int
+    items: tuple[Item | None, ...]
+    """The tensor that each rank's elements belong to (None: that rank has none here)."""
+
+    @property
+    def distinct(self) -> list[Item]:
+        return list(dict.fromkeys(item for item in self.items if item is not None))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.numel for item in self.distinct) * self.dtype.itemsize
+
+
+def weight_stream(
+    model: Any,
+    *,
+    dtype: str | torch.dtype,
+    bucket_bytes: int = GATHER_BYTES,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> Iterator[Bucket]:
+    """Every tensor of `model.hf` as an engine loads it, in buckets of about `bucket_bytes`.
+
+    Collective: all ranks of the shard axis iterate in lockstep; replicas (HSDP) do not talk to each
+    other. A bucket ends with a layer; a layer larger than `bucket_bytes` takes several (only the
+    last has `layer_end`), and a larger tensor has a bucket of its own. Fused experts come as one
+    tensor per expert and projection, a tied weight once, under the embedding's name. Persistent
+    buffers keep their dtype, all other floating-point tensors come in `dtype`.
+
+    group: a process group of the shard axis's ranks to gather over (None: the axis's own).
+    device: where tensors are made (None: the mesh's accelerator, or CPU).
+    Extra memory: the bucket, and buffers of at most 2 * 16 MB.
+    """
+    shards = model_shards(model.hf)
+    layout = HfLayout(model.hf, shards)
+    axis = next((shard.axis for shard in shards.values() if shard.axis is not None), None)
+    home = torch.device(axis.device_type) if axis else next(model.hf.parameters()).device
+    target = device or home
+    windows = [
+        window
+        for param, shard in shards.items()
+        for window in _windows(shard, layout.canonical(param), sent_dtype(shard, dtype))
+    ]
+    gather = None
+    if axis is not None and axis.size > 1:
+        assert group is None or group.size() == axis.size, "group is not the model's shard axis"
+        largest = max(window.nbytes for window in windows)
+        gather = _Gather(axis, group or axis.group, target, max(bucket_bytes, largest))
+    for planned, layer_end in _plan(windows, bucket_bytes):
+        yield Bucket(list(_gathered(planned, gather, target)), layer_end)
+
+
+def _windows(shard: LocalShard, items: list[Item], dtype: torch.dtype) -> Iterator[Window]:
+    """A parameter's share of the stream, as small as whole checkpoint tensors allow.
+
+    Rank r's part of a fused parameter holds tensors at the same places as rank 0's (a row is an
+    expert), so one window takes one of them from every rank.
+    """
+    size, stride = (shard.axis.size, shard.axis.stride) if shard.axis else (1, shard.numel)
+    if len(items) == 1:
+        yield Window(shard, dtype, 0, stride, (items[0],) * size)
+        return
+    places: dict[int, list[Item | None]] = {}
+    for item in items:
+        rank, place = divmod(item.start, stride)
+        assert place + item.numel <= stride, f"{item.name} is spread over ranks"
+        places.setdefault(place, [None] * size)[rank] = item
+    for place, owned in places.items():
+        numel = next(item.numel for item in owned if item is not None)
+        yield Window(shard, dtype, place, place + numel, tuple(owned))
+
+
+def _plan(windows: list[Window], bucket_bytes: int) -> Iterator[tuple[list[Window], bool]]:
+    """Windows of each bucket, and whether it ends a layer."""
+    pending: list[Window] = []
+    size = 0
+    for _, of_layer in groupby(windows, key=lambda window: _layer(window.shard.name)):
+        layer = list(of_layer)
+        needed = sum(window.nbytes for window in layer)
+        if pending and size + needed > bucket_bytes:
+            yield pending, True
+            pending, size = [], 0
+        for window in layer:
+            if pending and size + window.nbytes > bucket_bytes:
+                yield pending, False
+                pending, size = [], 0
+            pending.append(window)
+            size += window.nbytes
+    if pending:
+        yield pending, True
+
+
+def _layer(name: str) -> str:
+    match = LAYER.match(name)
+    return match.group() if match else name
+
+
+def _gathered(
+    windows: list[Window], gather: "_Gather | None", device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    out: dict[str, Tensor] = {}
+    for window in windows:
+        for item in window.distinct:
+            if gather is None or window.shard.axis is None:
+                part = window.shard.view(item.start, item.numel)
+                out[item.name] = part.to(device, window.dtype).view(item.shape)
+            else:
+                out[item.name] = torch.empty(item.shape, dtype=window.dtype, device=device)
+    if gather is not None:
+        gather.run([window for window in windows if window.shard.axis is not None], out)
+    yield from out.items()
+
+
+class _Gather:
+    """All-gather of windows through two buffers that are made once."""
+
+    def __init__(
+        self, axis: ShardAxis, group: dist.ProcessGroup, device: torch.device, most_bytes: int
+    ) -> None:
+        self.axis, self.group = axis, group
+        room = min(GATHER_BYTES, most_bytes) // axis.size // ALIGN * ALIGN
+        self.room = max(room, ALIGN)
+        self.send = torch.zeros(self.room, dtype=torch.uint8, device=device)
+        self.receive = torch.empty(axis.size * self.room, dtype=torch.uint8, device=device)
+
+    def run(self, windows: Iterable[Window], out: dict[str, Tensor]) -> None:
+        """Fill the tensors `out` of these windows."""
+        pieces: list[tuple[Window, int, int, int]] = []
+        used = 0
+        for window in windows:
+            start, width = window.start, window.dtype.itemsize
+            while start < window.stop:
+                if used + width > self.room:
+                    self._exchange(pieces, used, out)
+                    pieces, used = [], 0
+                stop = min(window.stop, start + (self.room - used) // width)
+                self._pack(window, start, stop, used)
+                pieces.append((window, start, stop, used))
+                used += -(-(stop - start) * width // ALIGN) * ALIGN
+                start = stop
+        if pieces:
+            self._exchange(pieces, used, out)
+
+    def _pack(self, window: Window, start: int, stop: int, position: int) -> None:
+        local = window.shard.local[start:stop]  # shorter, or empty, on the last ranks
+        nbytes = local.numel() * window.dtype.itemsize
+        self.send[position : position + nbytes].view(window.dtype).copy_(local)
+
+    def _exchange(
+        self, pieces: list[tuple[Window, int, int, int]], used: int, out: dict[str, Tensor]
+    ) -> None:
+        size = self.axis.size
+        received = self.receive[: size * used]
+        dist.all_gather_into_tensor(received, self.send[:used], group=self.group)
+        parts = received.view(size, used)
+        for window, start, stop, position in pieces:
+            assert window.shard.axis is not None
+            for rank, item in enumerate(window.items):
+                first = rank * window.shard.axis.stride + start
+                count = min(stop - start, window.shard.numel - first)
+                if item is None or count <= 0:
+                    continue
+                bits = parts[rank, position : position + count * window.dtype.itemsize]
+                whole = out[item.name].view(-1)
+                whole.narrow(0, first - item.start, count).copy_(bits.view(window.dtype))
