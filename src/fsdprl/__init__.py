@@ -1,0 +1,83 @@
+"""fsdprl: reinforcement learning for language models in plain PyTorch, one readable file an algorithm.
+
+Names are looked up when they are first used (PEP 562), so that `import fsdprl` and the help of a recipe need
+neither torch nor transformers. Modules of pure functions are names too: `fsdprl.losses.clipped_surrogate`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdprl import advantages as advantages
+    from fsdprl import corrections as corrections
+    from fsdprl import kl as kl
+    from fsdprl import losses as losses
+    from fsdprl import packing as packing
+    from fsdprl import preference as preference
+    from fsdprl import rewards as rewards
+    from fsdprl import schedules as schedules
+    from fsdprl import weights as weights
+    from fsdprl.batch import Batch as Batch
+    from fsdprl.errors import RemoteError as RemoteError
+    from fsdprl.errors import UserError as UserError
+    from fsdprl.launch import launch as launch
+    from fsdprl.options import DType as DType
+    from fsdprl.options import EngineOptions as EngineOptions
+    from fsdprl.options import RewardOptions as RewardOptions
+    from fsdprl.options import RunOptions as RunOptions
+    from fsdprl.options import ShardingOptions as ShardingOptions
+    from fsdprl.plan import Plan as Plan
+    from fsdprl.policy import Critic as Critic
+    from fsdprl.policy import Policy as Policy
+    from fsdprl.policy import Reference as Reference
+    from fsdprl.policy import RewardModel as RewardModel
+    from fsdprl.prompts import Prompts as Prompts
+    from fsdprl.run import Run as Run
+    from fsdprl.sample import Sample as Sample
+    from fsdprl.sampler import Sampler as Sampler
+
+NAMES: dict[str, str] = {
+    "Batch": "batch",
+    "RemoteError": "errors",
+    "UserError": "errors",
+    "launch": "launch",
+    "DType": "options",
+    "EngineOptions": "options",
+    "RewardOptions": "options",
+    "RunOptions": "options",
+    "ShardingOptions": "options",
+    "Plan": "plan",
+    "Critic": "policy",
+    "Policy": "policy",
+    "Reference": "policy",
+    "RewardModel": "policy",
+    "Prompts": "prompts",
+    "Run": "run",
+    "Sample": "sample",
+    "Sampler": "sampler",
+}
+MODULES = (
+    "advantages",
+    "corrections",
+    "kl",
+    "losses",
+    "packing",
+    "preference",
+    "rewards",
+    "schedules",
+    "weights",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return importlib.import_module(f"fsdprl.{name}")
+    if name not in NAMES:
+        raise AttributeError(f"fsdprl has no name {name!r}")
+    value = getattr(importlib.import_module(f"fsdprl.{NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*NAMES, *MODULES])

@@ -1,0 +1,269 @@
+"""Whose run a folder holds, and whether this command continues it."""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from fsdprl.config import flatten, spelled
+from fsdprl.errors import UserError
+from fsdprl.records import cut_back, read_json, read_lines, write_json
+from fsdprl.run_checkpoints import Checkpoints, verify
+
+# What a resumed run may change beside run.*: where and how it runs, and how long. Losses and the order of
+# data do not depend on these. Everything else makes another run.
+MAY_CHANGE = ("sharding.", "engine.", "reward.")
+HORIZON = ("steps", "epochs")
+PACKAGES = ("fsdprl", "torch", "transformers", "vllm", "safetensors", "accelerate")
+
+
+class RunFolder:
+    """A claimed run folder. `restore` is the checkpoint to continue from, None to start at step 0."""
+
+    def __init__(
+        self,
+        out: str,
+        *,
+        config: dict[str, Any],
+        recipe: Path,
+        world_size: int,
+        resume: str,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """config: the recipe's, as JSON has it. resume: auto, never, or a checkpoint folder.
+
+        Raises UserError if the folder holds another run, is in use, or is no run's; `finished` is set
+        when it holds this very run, done.
+        """
+        self.path, self.say, self.warn = Path(out), say, warn
+        self.checkpoints = Checkpoints(self.path / "checkpoints")
+        self.metrics, self.completions = self.path / "metrics.jsonl", self.path / "completions"
+        self.restore: tuple[int, Path] | None = None
+        self.finished = False
+        given = given_checkpoint(resume)
+        known = read_json(self.path / "config.json")
+        occupied = self.occupied(known)
+        if occupied and resume == "never":
+            raise UserError(
+                f"--run.out {out}: holds a run already, and --run.resume is never: give another folder"
+            )
+        changes = differences(known["config"], config) if occupied else {}
+        self.check_same_run(changes)
+        self._lock = self.lock()
+        inside = given is not None and given.parent == self.checkpoints.folder.resolve()
+        done = self.status().get("state") == "finished"
+        self.finished = occupied and done and not changes and not inside
+        if not self.finished:
+            own = occupied and not inside
+            self.restore = self.starting_point(given, own=own, occupied=occupied)
+            self.record(known if occupied else None, config, changes, recipe, world_size)
+
+    def occupied(self, known: Any) -> bool:
+        """Whether there is something here to protect: a finished step or a checkpoint."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"--run.out {self.path}: is a file, not a folder")
+        if isinstance(known, dict) and "config" in known:
+            return bool(self.checkpoints.all()) or bool(file_size(self.metrics))
+        names = [path.name for path in self.path.iterdir()] if self.path.exists() else []
+        if any(not name.startswith(".") for name in names):
+            raise UserError(
+                f"--run.out {self.path}: is not empty and holds no run (no config.json): "
+                f"give another folder"
+            )
+        return False
+
+    def check_same_run(self, changes: dict[str, tuple[Any, Any]]) -> None:
+        """UserError with every difference that makes this another run."""
+        fixed = {
+            name: pair
+            for name, pair in changes.items()
+            if name not in HORIZON and not name.startswith(MAY_CHANGE)
+        }
+        if fixed:
+            lines = [
+                f"{spelled(name)}: {old!r} there, {new!r} now" for name, (old, new) in fixed.items()
+            ]
+            lines = [f"--run.out {self.path}: holds a run of another config:", *lines]
+            lines.append(
+                "give another --run.out; --run.resume CHECKPOINT there begins from its weights"
+            )
+            raise UserError("\n  ".join(lines))
+        for name, (old, new) in changes.items():
+            self.say(f"{spelled(name)}: {old!r} before, {new!r} from here on")
+
+    def lock(self) -> IO[str]:
+        """Hold the folder until this process ends. UserError if another process holds it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise UserError(f"--run.out {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            at = self.status()
+            raise UserError(
+                f"--run.out {self.path}: process {at.get('pid', '?')} on {at.get('host', '?')} is "
+                f"training in this folder"
+            ) from None
+        except OSError:
+            self.warn(f"{self.path}: this file system cannot lock; start one job at a time in it")
+        return file
+
+    def starting_point(
+        self, given: Path | None, *, own: bool, occupied: bool
+    ) -> tuple[int, Path] | None:
+        """The checkpoint to continue from, with everything later than it cut off: this folder's
+        newest (own), else the one given."""
+        found = self.checkpoints.newest_whole(self.warn) if own else None
+        if given is not None and found is None:
+            if fault := verify(given):
+                raise UserError(f"--run.resume {given}: damaged: {fault}")
+            found = read_json(given / "manifest.json")["step"], given
+        step = found[0] if found else 0
+        if occupied:
+            self.checkpoints.forget_after(step)
+            for path in [self.metrics, *self.completions.glob("*.jsonl")]:
+                if path.exists():
+                    cut_back(path, step)
+            self.say(
+                f"continuing {self.path} from " + (f"{found[1]}" if found else "the beginning")
+            )
+        elif found:
+            self.say(f"starting from {found[1]}")
+        return found
+
+    def record(
+        self,
+        known: dict[str, Any] | None,
+        config: dict[str, Any],
+        changes: dict[str, tuple[Any, Any]],
+        recipe: Path,
+        world_size: int,
+    ) -> None:
+        """Write config.json and the recipe's source beside it."""
+        source = recipe.read_bytes() if recipe.is_file() else b""
+        digest = hashlib.sha256(source).hexdigest()
+        step = self.restore[0] if self.restore else 0
+        facts: dict[str, Any] = {
+            "config": config,
+            "recipe": recipe.name,
+            "recipe_sha256": digest,
+            "id": uuid.uuid4().hex[:12],
+            "world_size": world_size,
+            "versions": versions(),
+            "resumed": [],
+        }
+        name = recipe.name
+        if known is not None:
+            facts["id"], facts["resumed"] = known["id"], known["resumed"]
+            event: dict[str, Any] = {"step": step, "world_size": world_size}
+            event["changes"] = {key: list(pair) for key, pair in changes.items()}
+            if known["recipe_sha256"] != digest:
+                name = f"{recipe.stem}-from-step-{step:06d}{recipe.suffix}"
+                self.warn(
+                    f"{recipe.name} has changed since this run began; kept beside it as {name}"
+                )
+                event["recipe"] = name
+            facts["resumed"] = [*facts["resumed"], event]
+        self.facts = facts
+        write_json(self.path / "config.json", facts)
+        if source:
+            (self.path / name).write_bytes(source)
+        self.completions.mkdir(exist_ok=True)
+
+    def note(self, **facts: Any) -> None:
+        """Add to config.json what was only decided at run time."""
+        if any(self.facts.get(name) != value for name, value in facts.items()):
+            self.facts |= facts
+            write_json(self.path / "config.json", self.facts)
+
+    def status(self) -> dict[str, Any]:
+        return read_json(self.path / "status.json") or {}
+
+    def set_status(self, state: str, **more: Any) -> None:
+        """state: running, finished, failed or interrupted. Written at every step: not worth an fsync
+        nor, when the disk is full, a complaint of its own."""
+        facts = {
+            "state": state,
+            "resumable": state != "finished",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        try:
+            write_json(self.path / "status.json", facts | more, sync=state != "running")
+        except OSError:
+            if state != "running":
+                self.warn(f"{self.path / 'status.json'} could not be written")
+
+    def check_space(self, model: str) -> None:
+        """UserError if the disk cannot hold one checkpoint of a local model; a warning below two.
+
+        A checkpoint is the weights plus float32 masters and two Adam moments: up to 12 bytes a
+        parameter, counted from 16-bit weights.
+        """
+        weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+        config = read_json(Path(model) / "config.json") or {}
+        wide = "float32" in (config.get("dtype"), config.get("torch_dtype"))
+        need = weights * (3 if wide else 7)
+        free = shutil.disk_usage(self.path).free
+        if need > free:
+            raise UserError(
+                f"--run.out {self.path}: a checkpoint may take {need / 1e9:.1f} GB and the disk has "
+                f"{free / 1e9:.1f} GB free"
+            )
+        if 2 * need > free:
+            self.warn(
+                f"{self.path}: the disk has room for one checkpoint ({need / 1e9:.1f} GB) only"
+            )
+
+    def shown_samples(self) -> list[dict[str, Any]]:
+        return read_lines(self.completions / "shown.jsonl")
+
+
+def given_checkpoint(resume: str) -> Path | None:
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume).resolve()
+    if not (path / "manifest.json").is_file():
+        raise UserError(
+            f"--run.resume {resume}: neither auto nor never nor a checkpoint folder of a run "
+            f"(a folder with manifest.json)"
+        )
+    return path
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options that differ, by dotted name; one that exists on one side only is None on the other."""
+    before, now = flatten(old), flatten(new)
+    names = dict.fromkeys([*before, *now])
+    return {
+        name: (before.get(name), now.get(name))
+        for name in names
+        if before.get(name) != now.get(name) and not name.startswith("run.")
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what shapes the numbers, as far as installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def file_size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
