@@ -1,0 +1,145 @@
+"""Log-probabilities and entropies from the LM head, in chunks of tokens, recomputed in backward.
+
+Of S loss tokens and V words, no [S, V] tensor exists in forward or backward: at most a few
+[chunk, V] ones at a time. The head's weight gradient is accumulated once, in place.
+
+Shapes: S loss tokens, C tokens of a chunk, V words, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def head_logp(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    target_S: Tensor,
+    temperature_S: Tensor | None,
+    *,
+    chunk_tokens: int,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability [S] of each target under softmax(logits / temperature), and its entropy [S].
+
+    temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of `hidden_SH`; what follows in float32 (float64 for a
+    float64 model). Entropy is in nats, None unless asked for. Both are differentiable in hidden,
+    weight and bias, once. S may be 0: the results are empty and still connected to the graph.
+    """
+    logp, entropies = _ChunkedHead.apply(
+        hidden_SH, weight_VH, bias_V, target_S, temperature_S, chunk_tokens, entropy
+    )
+    return logp, entropies if entropy else None
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, span: slice
+) -> Tensor:
+    """Tempered logits [C, V] of one chunk in float32 or float64, owned by the caller."""
+    logits = F.linear(hidden[span], weight, bias)
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    return logits if temperature is None else logits.div_(temperature[span, None])
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        temperature: Tensor | None,
+        chunk_tokens: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        temperature = None if temperature is None else temperature.to(kind)
+        logp = hidden.new_empty(len(target), dtype=kind)
+        normalisers = torch.empty_like(logp)
+        entropies = hidden.new_zeros(len(target), dtype=kind)
+        for start in range(0, len(target), chunk_tokens):
+            span = slice(start, start + chunk_tokens)
+            logits = _logits(hidden, weight, bias, temperature, span)
+            picked = logits.gather(1, target[span, None]).squeeze(1)
+            normalisers[span] = torch.logsumexp(logits, dim=1)
+            logp[span] = picked - normalisers[span]
+            if entropy:
+                logits.sub_(normalisers[span, None])
+                entropies[span] = -torch.linalg.vecdot(logits.exp(), logits)
+        ctx.save_for_backward(hidden, weight, bias, target, temperature, normalisers, entropies)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.entropy = entropy
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, target, temperature, normalisers, entropies = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # half precision would lose the small gradients of later chunks: accumulate wide, cast once
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = None
+        if bias is not None and wants_bias:
+            grad_bias = torch.zeros_like(bias, dtype=wide)
+        for start in range(0, len(target), ctx.chunk_tokens):
+            span = slice(start, start + ctx.chunk_tokens)
+            logits = _logits(hidden, weight, bias, temperature, span)
+            grad_logits = _grad_logits(
+                logits.sub_(normalisers[span, None]),
+                target[span],
+                grad_logp[span],
+                (grad_entropy[span], entropies[span]) if ctx.entropy else None,
+            )
+            if temperature is not None:
+                grad_logits.div_(temperature[span, None])
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[span])
+            if grad_weight is not None:
+                _accumulate(grad_weight, grad_logits, hidden[span])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_logits(
+    logp_CV: Tensor,
+    target_C: Tensor,
+    grad_logp_C: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Gradient [C, V] in the tempered logits z, made in the place of all words' log-probs.
+
+    d logp / dz = onehot - p and d entropy / dz = -p (log p + entropy), with p = softmax(z).
+    """
+    if of_entropy is None:
+        grad = logp_CV.exp_().mul_(-grad_logp_C[:, None])
+    else:
+        grad_entropy_C, entropy_C = of_entropy
+        p = logp_CV.exp()
+        logp_CV.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None])
+        grad = logp_CV.add_(grad_logp_C[:, None]).mul_(p).neg_()
+    return grad.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+
+
+def _accumulate(grad_weight: Tensor, grad_logits_CV: Tensor, hidden_CH: Tensor) -> None:
+    if grad_weight.dtype == hidden_CH.dtype:
+        grad_weight.addmm_(grad_logits_CV.T, hidden_CH)
+    else:
+        grad_weight += grad_logits_CV.T @ hidden_CH
