@@ -1,0 +1,51 @@
+"""What a rank does when told: a dict of verbs, one at a time, in the order they were sent."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdprl import worker
+from fsdprl.liveness import Lifeline
+from fsdprl.wire import Line, decode, encode
+from fsdprl.worker import Worker
+
+VERBS: dict[str, Callable[..., Any]] = {
+    **worker.VERBS,
+}
+try:
+    from fsdprl import learn, rollout, rows
+
+    VERBS |= rows.VERBS | learn.VERBS | rollout.VERBS
+except ImportError:
+    pass
+
+
+def serve(
+    rank: Worker,
+    line: Line,
+    lifeline: Lifeline,
+    verbs: Mapping[str, Callable[..., Any]] = VERBS,
+) -> None:
+    """Run verbs until `shutdown`. After a verb has raised, the job is lost: run nothing more."""
+    pulse = rank.pulse = lifeline.pulse
+    pulse.thread = threading.get_ident()
+    pulse.done = 0
+    line.reply(0, 0.0, encode(None))
+    verb = ""
+    while verb != "shutdown":
+        seq, verb, body = line.receive()
+        begin = time.perf_counter()
+        try:
+            reply = encode(verbs[verb](rank, **decode(body)))
+        except BaseException as error:
+            lifeline.failed(error)
+            if rank.world.rank == 0:
+                sys.exit()  # this thread only: the process ends when the main thread has reported
+            threading.Event().wait()
+            raise
+        pulse.done, pulse.ticks = seq, 0
+        line.reply(seq, time.perf_counter() - begin, reply)
+    lifeline.leave()
+    line.close()
