@@ -1,0 +1,248 @@
+"""The built-in engine's own copy of the model: built empty, filled only from the weight stream."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdprl.attention import architecture, refuse_unsupported
+from fsdprl.engines import EngineError
+from fsdprl.engines.kvcache import IMPLEMENTATION, Decode, KVCache, Prefill
+from fsdprl.errors import UserError
+from fsdprl.hf_layout import HfLayout, Item
+from fsdprl.shards import model_shards
+from fsdprl.stream import Bucket, tensor_checksum
+
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""Mean difference of log-probs, relative to the largest logit where that is above 1, at which the
+engine's forward counts as another model than transformers' own. Half precision is that wide
+because a mixture's routing may flip; scaled or capped logits are further off."""
+
+
+class Replica:
+    """A transformers causal LM that decodes through `cached_attention`."""
+
+    def __init__(
+        self, path: str, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        """Build the model of the checkpoint folder `path` without its weights.
+
+        Raises UserError for an architecture whose state the engine cannot cache.
+        """
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        refuse_unsupported(config)
+        refuse_windows(config, max_model_len)
+        # Parameters without memory, but real buffers: rotary frequencies have no other source.
+        with init_empty_weights(include_buffers=False):
+            self.hf: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=False
+            )
+        self.hf.tie_weights()
+        self.hf.requires_grad_(False).eval()
+        self.dtype, self.device = dtype, device
+        self.allocate()
+        for module in self.hf.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        shards = model_shards(self.hf)
+        layout = HfLayout(self.hf, shards)
+        self.items: list[Item] = [item for param in shards for item in layout.canonical(param)]
+        self.body: nn.Module = self.hf.get_decoder()
+        self.head: nn.Module = self.hf.get_output_embeddings()
+        self.vocabulary: int = self.head.weight.shape[0]  # type: ignore[assignment]
+        self.cache = self._probe()
+        self.checked = False
+
+    def allocate(self) -> None:
+        """Give every parameter memory on the device. Zeros: on CPU they cost none until written."""
+        fresh: dict[int, nn.Parameter] = {}
+        for module in self.hf.modules():
+            for name, old in module.named_parameters(recurse=False):
+                if id(old) not in fresh:
+                    empty = torch.zeros(old.shape, dtype=old.dtype, device=self.device)
+                    fresh[id(old)] = nn.Parameter(empty, requires_grad=False)
+                setattr(module, name, fresh[id(old)])
+
+    def drop(self) -> None:
+        """Give the weights' memory back; only their shapes stay."""
+        fresh: dict[int, nn.Parameter] = {}
+        for module in self.hf.modules():
+            for name, old in module.named_parameters(recurse=False):
+                if id(old) not in fresh:
+                    fresh[id(old)] = nn.Parameter(old.to("meta"), requires_grad=False)
+                setattr(module, name, fresh[id(old)])
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights to host memory or back."""
+        for parameter in self.hf.parameters():
+            parameter.data = parameter.data.to(device)
+
+    def load(self, buckets: Iterator[Bucket]) -> dict[str, int]:
+        """Fill the replica; returns the checksum of every tensor as it now stands in the replica.
+
+        Raises EngineError naming the parameter that is missing, unexpected, doubled, of the wrong
+        shape or type, or not finite.
+        """
+        holders = dict(self.hf.named_parameters()) | dict(self.hf.named_buffers())
+        wanted = {item.name: item for item in self.items}
+        checksums: dict[str, int] = {}
+        for bucket in buckets:
+            for name, tensor in bucket.tensors:
+                item = wanted.get(name)
+                check_arrival(
+                    name, tensor, item.shape if item else None, name in checksums, self.dtype
+                )
+                assert item is not None
+                flat = holders[item.param].data.view(-1)
+                place = flat.narrow(0, item.start, item.numel).view(item.shape)
+                place.copy_(tensor)
+                checksums[name] = tensor_checksum(place)
+        missing = [name for name in wanted if name not in checksums]
+        if missing:
+            raise EngineError(missing_text(missing))
+        return checksums
+
+    def prefill(self, ids: Tensor, last: Tensor) -> tuple[Prefill, Tensor]:
+        """Whole prompts, ids int64 [P, T] padded on the right; logits float32 [P, V] at index `last`."""
+        plan = Prefill()
+        positions = torch.arange(ids.shape[1], device=ids.device)[None, :]
+        hidden = self._hidden(ids, positions, plan)
+        rows = torch.arange(len(ids), device=ids.device)
+        return plan, self.logits(hidden[rows, last])
+
+    def decode(self, token: Tensor, length: Tensor, columns: int, ragged: bool) -> Tensor:
+        """One new token of each of the first B slots; its last hidden state [B, hidden].
+
+        token, length: int64 [B], the token to append and how many are cached before it.
+        """
+        plan = Decode(self.cache, length, columns, ragged)
+        return self._hidden(token[:, None], length[:, None], plan)[:, 0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head on hidden states [B, hidden]: float32 [B, V]."""
+        return self.head(hidden).float()
+
+    def _hidden(self, ids: Tensor, positions: Tensor, plan: Prefill | Decode) -> Tensor:
+        return self.body(
+            input_ids=ids, position_ids=positions, use_cache=False, cache_plan=plan
+        ).last_hidden_state
+
+    @torch.inference_mode()
+    def _probe(self) -> KVCache:
+        """A forward on zero weights shows what there is to cache, or that it cannot be done."""
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        last = torch.tensor([1], device=self.device)
+        plan, logits = self.prefill(ids, last)
+        shapes = {(x.shape[1], x.shape[3]) for x in [*plan.keys, *plan.values]}
+        layers = self.hf.config.get_text_config().num_hidden_layers
+        if len(shapes) != 1 or len(plan.keys) != layers:
+            raise UserError(
+                f"{architecture(self.hf)} does not attend alike in all of its {layers} layers; the "
+                f"built-in engine cannot cache that: use --engine.kind vllm"
+            )
+        assert logits.shape == (1, self.vocabulary)
+        ((heads, head_dim),) = shapes
+        return KVCache(layers, heads, head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def self_check(self) -> None:
+        """Compare prefill and decode with transformers' own forward on two short rows, once.
+
+        Finds architectures that do something to their logits or positions after or around what the
+        engine runs. Raises UserError naming the architecture.
+        """
+        if self.checked:
+            return
+        lengths, steps = (5, 2), 3
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocabulary, (2, max(lengths) + steps), generator=generator)
+        ids = ids.to(self.device)
+        own = self._decoded(ids, lengths, steps)
+        self.hf.config._attn_implementation = "eager" if self.device.type == "npu" else "sdpa"
+        theirs = []
+        for row, length in enumerate(lengths):
+            out = self.hf(input_ids=ids[row : row + 1, : length + steps], use_cache=False)
+            theirs.append(out.logits[0, length - 1 : length + steps].float())
+        self.hf.config._attn_implementation = IMPLEMENTATION
+        reference = torch.stack(theirs)
+        scale = max(1.0, float(reference.abs().max()))
+        off = float((own.log_softmax(-1) - reference.log_softmax(-1)).abs().mean()) / scale
+        if not off <= CHECK_TOLERANCE[self.dtype]:
+            raise UserError(
+                f"{architecture(self.hf)}: the built-in engine's log-probs are {off:.2g} off those of "
+                f"transformers' own forward on two short rows, so it cannot serve this architecture: "
+                f"use --engine.kind vllm"
+            )
+        self.checked = True
+
+    def _decoded(self, ids: Tensor, lengths: tuple[int, ...], steps: int) -> Tensor:
+        """Logits [rows, 1 + steps, V] of ragged rows: one prefill, then a token at a time."""
+        length = torch.tensor(lengths, device=ids.device)
+        rows = torch.arange(len(lengths), device=ids.device)
+        plan, logits = self.prefill(ids[:, : max(lengths)], length - 1)
+        self.cache.open(len(lengths), max(lengths) + steps)
+        self.cache.place(plan, rows, 0)
+        found = [logits]
+        for step in range(steps):
+            columns = max(lengths) + step + 1
+            hidden = self.decode(ids[rows, length + step], length + step, columns, ragged=True)
+            found.append(self.logits(hidden))
+        return torch.stack(found, dim=1)
+
+
+def refuse_windows(config: Any, max_model_len: int) -> None:
+    """Raise UserError for a sliding window that a sequence could outgrow, or too few positions."""
+    text = config.get_text_config()
+    name = (config.architectures or [type(config).__name__])[0]
+    kinds = getattr(text, "layer_types", None) or []
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or (not kinds and bool(window))
+    if slides and window < max_model_len:
+        raise UserError(
+            f"{name} attends within a sliding window of {window} tokens, fewer than the "
+            f"{max_model_len} of --max-prompt-length and --max-new-tokens together: shorten them, or "
+            f"use --engine.kind vllm"
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and max_model_len > limit:
+        raise UserError(
+            f"--max-prompt-length and --max-new-tokens together are {max_model_len} tokens, but {name} "
+            f"has {limit} positions (max_position_embeddings in its config.json)"
+        )
+
+
+def check_arrival(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...] | None,
+    doubled: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Raise EngineError, naming the tensor, unless it is what the engine waits for.
+
+    shape: the one expected under this name, None if there is none. doubled: it has come before.
+    """
+    if shape is None:
+        raise EngineError(f"unexpected weight {name} {tuple(tensor.shape)}: the engine has none")
+    if doubled:
+        raise EngineError(f"weight {name} came twice in one update")
+    if tuple(tensor.shape) != shape:
+        raise EngineError(
+            f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {shape}"
+        )
+    if not tensor.is_floating_point():
+        return
+    if tensor.dtype != dtype:
+        raise EngineError(f"weight {name} is {tensor.dtype}, the engine's is {dtype}")
+    low, high = (tensor.aminmax()) if tensor.numel() else (tensor.sum(), tensor.sum())
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise EngineError(f"weight {name} is not finite: NaN or infinity in the trained parameter")
+
+
+def missing_text(missing: list[str]) -> str:
+    """The message for weights that did not come."""
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"the update lacks weight {missing[0]}{more}: the engine keeps refusing to generate"
