@@ -64,9 +64,7 @@ class FakeController:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, ranks: int) -> FakeController:
-    """Make `controller.current()` return a fake of this many ranks, everywhere it was imported."""
+    """Make `controller.current()` return a fake of this many ranks."""
     fake = FakeController(ranks)
-    for module in ("fsdprl.batch", "fsdprl.policy", "fsdprl.sampler"):
-        monkeypatch.setattr(f"{module}.current", lambda: fake, raising=False)
-    monkeypatch.setattr(controller_module, "current", lambda: fake, raising=False)
+    monkeypatch.setattr(controller_module, "_current", fake)
     return fake

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fsdprl.run import Run as Run
     from fsdprl.sample import Sample as Sample
     from fsdprl.sampler import Sampler as Sampler
+    from fsdprl.scoring import Rewards as Rewards
 
 NAMES: dict[str, str] = {
     "Batch": "batch",
@@ -55,6 +56,7 @@ NAMES: dict[str, str] = {
     "Run": "run",
     "Sample": "sample",
     "Sampler": "sampler",
+    "Rewards": "scoring",
 }
 MODULES = (
     "advantages",

@@ -5,18 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdprl.models import Packed, PackedModel, load_model, pack
-from fsdprl.optim import Optimizer
-from fsdprl.worker import Worker
 from torch import Tensor
 
-from fsdprl import checkpoint_io, device
+from fsdprl.checkpoint_io import load_tensors, load_weights
+from fsdprl.checkpoint_save import (
+    narrowed_tensors,
+    save_plan,
+    save_tensors,
+    take_snapshot,
+    write_snapshot,
+)
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.losses import RowLoss
 from fsdprl.mesh import shard_mesh
+from fsdprl.models import Packed, PackedModel, load_model, pack
+from fsdprl.optim import Optimizer
 from fsdprl.options import ShardingOptions
 from fsdprl.rows import gather_columns
 from fsdprl.segments import row_count
+from fsdprl.worker import Worker
 
 MODEL_COLUMNS = ("logp", "entropy", "value", "score")
 """Names a loss may ask for that the forward pass makes."""
@@ -49,10 +56,15 @@ def build(
     options = ShardingOptions(**sharding)
     mesh = shard_mesh(worker.device.type, worker.world.size, options.replicate)
     network = load_model(
-        path, kind=kind, options=options, mesh=mesh, device=worker.device, dtype=dtype, seed=seed
+        path,
+        kind=kind,
+        options=options,
+        mesh=mesh,
+        device=worker.device,
+        dtype=dtype,
+        seed=seed,
+        trainable=optimizer is not None,
     )
-    if optimizer is None:
-        network.requires_grad_(False)
     trained = None if optimizer is None else Optimizer(network, **optimizer)
     group = mesh.get_group("shard")
     worker.models[model] = Model(network, path, group, trained)
@@ -190,27 +202,29 @@ def optim_step(
 
 
 def save(worker: Worker, *, model: str, out: str) -> None:
-    """Write the Hugging Face checkpoint and, beside it, the trainer state of a trained model."""
-    m = worker.models[model]
-    checkpoint_io.save_checkpoint(m.network, m.path, Path(out), group=m.group)
+    """Write this rank's bytes of the Hugging Face checkpoint and, in trainer/, of what training needs besides.
+
+    trainer/ holds the optimizer's tensors, and the float32 masters where the model files are narrower.
+    """
+    m, folder = worker.models[model], Path(out)
+    plan = save_plan(m.network, m.path)
+    write_snapshot(take_snapshot(m.network, plan), folder)
     if m.optimizer is not None:
-        checkpoint_io.save_tensors(
-            m.optimizer.state_tensors(), Path(out) / "trainer", group=m.group
-        )
+        save_tensors(m.optimizer.state_tensors(), folder / "trainer")
+        if masters := narrowed_tensors(m.network, plan):
+            save_tensors(masters, folder / "trainer", stem="masters")
 
 
 def load(worker: Worker, *, model: str, path: str) -> None:
-    """Put a saved step back into the live model: weights, and trainer state of a trained one."""
-    m = worker.models[model]
-    checkpoint_io.load_weights(m.network, Path(path))
+    """Put a saved step back into the live model: weights, and what training needs besides."""
+    m, folder = worker.models[model], Path(path)
+    load_weights(m.network, folder)
     if m.optimizer is not None:
         m.optimizer.load_state_tensors(
-            checkpoint_io.load_tensors(m.optimizer.state_tensors(), Path(path) / "trainer")
+            load_tensors(m.optimizer.state_tensors(), folder / "trainer")
         )
-
-
-def memory(worker: Worker) -> dict[str, float]:
-    return {"peak_bytes": float(device.peak_memory_bytes())}
+        if masters := narrowed_tensors(m.network, save_plan(m.network, m.path)):
+            load_tensors(masters, folder / "trainer", stem="masters")
 
 
 def _to(values: Tensor, target: torch.device, dtype: torch.dtype) -> Tensor:
@@ -224,5 +238,4 @@ VERBS: dict[str, Callable[..., Any]] = {
     "model.optim_step": optim_step,
     "model.save": save,
     "model.load": load,
-    "model.memory": memory,
 }

@@ -70,6 +70,7 @@ class Sampler:
         self.kind = options.kind
         if self.kind == "auto":
             self.kind = "transformers" if controller.device_type == "cpu" else "vllm"
+        controller.facts["engine"] = self.kind
         payload = {
             "kind": self.kind,
             "path": policy.path,

@@ -1,25 +1,22 @@
 """What a rank does when told: a dict of verbs, one at a time, in the order they were sent."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdprl import worker
+from fsdprl import learn, profiling, rollout, rows, worker
 from fsdprl.liveness import Lifeline
 from fsdprl.wire import Line, decode, encode
 from fsdprl.worker import Worker
 
 VERBS: dict[str, Callable[..., Any]] = {
     **worker.VERBS,
+    **rows.VERBS,
+    **learn.VERBS,
+    **rollout.VERBS,
+    **profiling.VERBS,
 }
-try:
-    from fsdprl import learn, rollout, rows
-
-    VERBS |= rows.VERBS | learn.VERBS | rollout.VERBS
-except ImportError:
-    pass
 
 
 def serve(
@@ -41,9 +38,7 @@ def serve(
             reply = encode(verbs[verb](rank, **decode(body)))
         except BaseException as error:
             lifeline.failed(error)
-            if rank.world.rank == 0:
-                sys.exit()  # this thread only: the process ends when the main thread has reported
-            threading.Event().wait()
+            threading.Event().wait()  # the controller ends this process
             raise
         pulse.done, pulse.ticks = seq, 0
         line.reply(seq, time.perf_counter() - begin, reply)

@@ -6,6 +6,7 @@ saving, streaming and checksums all become arithmetic on such ranges: no other l
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,19 +103,21 @@ def clean_name(name: str) -> str:
     return name
 
 
-def model_shards(module: nn.Module) -> dict[str, LocalShard]:
-    """Every parameter and persistent buffer of `module` by name, in order; a tied one under its first.
+def model_shards(model: Any) -> dict[str, LocalShard]:
+    """Parameters and persistent buffers of `model.hf` (or of a bare transformers model) by name, in order; a
+    tied one under its first.
 
-    Parameters that a forward left gathered (the root's, after one without gradient) go back to
-    their shards first. Local: no communication.
+    Parameters that a forward left gathered go back to their shards first. Local: no communication.
     """
-    for part in module.modules():
+    root = model if isinstance(model, nn.Module) else model.hf
+    for part in root.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+    hf = getattr(model, "hf", model)
     shards = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in hf.named_parameters():
         shards[clean_name(name)] = local_shard(clean_name(name), parameter)
-    for name, buffer in _persistent_buffers(module):
+    for name, buffer in _persistent_buffers(hf):
         shards[clean_name(name)] = local_shard(clean_name(name), buffer, buffer=True)
     return shards
 

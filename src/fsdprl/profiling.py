@@ -1,0 +1,26 @@
+"""Worker verbs of --run.profile: a torch profiler trace of a window of steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import profile
+
+from fsdprl.worker import Worker
+
+
+def start(worker: Worker) -> None:
+    """Trace this rank's serving thread from here on."""
+    worker.state["profiler"] = profiler = profile()
+    profiler.__enter__()
+
+
+def stop(worker: Worker, *, out: str) -> None:
+    """End the trace and write it as rank-00000.json, which chrome://tracing and Perfetto read."""
+    profiler = worker.state.pop("profiler")
+    profiler.__exit__(None, None, None)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(Path(out) / f"rank-{worker.world.rank:05d}.json"))
+
+
+VERBS: dict[str, Callable[..., Any]] = {"profile_start": start, "profile_stop": stop}
