@@ -316,7 +316,9 @@ def refuse_unsupported(config: Any) -> None:
 def _refuse_unknown(
     module: nn.Module, others: dict[str, Any], dropout: float, attention_mask: Tensor | None
 ) -> None:
-    wanted = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    wanted = [
+        name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None
+    ]
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         wanted.append("is_causal=False")
     if dropout:

@@ -26,9 +26,10 @@ def head_logp(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability [S] of each target under softmax(logits / temperature), and its entropy [S].
 
-    temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of `hidden_SH`; what follows in float32 (float64 for a
-    float64 model). Entropy is in nats, None unless asked for. Both are differentiable in hidden,
-    weight and bias, once. S may be 0: the results are empty and still connected to the graph.
+    Temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of
+    `hidden_SH`; what follows in float32 (float64 for a float64 model). Entropy is in nats, None
+    unless asked for. Both are differentiable in hidden, weight and bias, once. S may be 0: the
+    results are empty and still connected to the graph.
     """
     logp, entropies = _ChunkedHead.apply(
         hidden_SH, weight_VH, bias_V, target_S, temperature_S, chunk_tokens, entropy
@@ -79,7 +80,10 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Any, ...]:
+        grad_logp, grad_entropy = grad_outputs
         hidden, weight, bias, target, temperature, normalisers, entropies = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -19,7 +19,7 @@ one is the controller's to judge, which knows the phase and whether someone sits
 _cpu_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def init_distributed(world: World, store: dist.Store) -> None:
+def init_distributed(world: World, store: dist.Store) -> None:  # pyright: ignore[reportPrivateImportUsage]
     """Start the default process group of all ranks over torchrun's store (or a private one)."""
     if world.local_size == world.size and any(n == "lo" for _, n in socket.if_nameindex()):
         # one node: loopback works without a network and without a resolvable host name
@@ -57,7 +57,9 @@ def cpu_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """
     key = tuple(sorted(ranks))
     if key not in _cpu_groups:
-        _cpu_groups[key] = dist.new_group(
+        group = dist.new_group(
             list(key), backend="gloo", timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
         )
+        assert isinstance(group, dist.ProcessGroup), "only members of a group may ask for it"
+        _cpu_groups[key] = group
     return _cpu_groups[key]

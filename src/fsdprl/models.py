@@ -154,8 +154,8 @@ class PackedModel(nn.Module):
                 logp = logits.to(_wide(self.dtype)).log_softmax(-1)
                 return logp.gather(1, ids_L[1:, None]).squeeze(1)
             if self.kind == "reward":
-                return self.hf(input_ids=ids_L[None], use_cache=False).logits[0].to(
-                    _wide(self.dtype)
+                return (
+                    self.hf(input_ids=ids_L[None], use_cache=False).logits[0].to(_wide(self.dtype))
                 )
             return self._score(self._body(ids_L)[:-1])
         finally:
