@@ -57,7 +57,9 @@ def trl_style(prompts, completions, bonus, **kwargs):
 
 
 def trl_chat(completions, solution):
-    return [float(turn[0]["content"] == gold) for turn, gold in zip(completions, solution)]
+    return [
+        float(turn[0]["content"] == gold) for turn, gold in zip(completions, solution, strict=True)
+    ]
 
 
 def trl_short(prompts, completions):

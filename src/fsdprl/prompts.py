@@ -1,0 +1,182 @@
+"""Prompts: a dataset on the controller. Which prompts a step takes is a pure function of the seed."""
+
+import copy
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from fsdprl.data import order
+from fsdprl.data.chat import Conversations, Messages, PromptFormat, load_tokenizer, text_or_file
+from fsdprl.data.prompt import Prompt
+from fsdprl.data.rows import field, open_rows
+from fsdprl.errors import UserError
+
+MOST_DROPPED = 0.01
+"""Share of prompts that may be too long before that must be asked for."""
+_CHUNK = 4096
+
+_log = logging.getLogger(__name__)
+
+
+class Prompts:
+    """The prompts of a file, a folder or a hub dataset (see `data.rows.open_rows`), tokenised.
+
+    Attributes: `seed`; `tokenizer`; `counts`, how many rows were read and dropped, by reason.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tokenizer_path: str,
+        prompt_key: str = "prompt",
+        answer_key: str = "",
+        system: str = "",
+        chat_template: str = "",
+        prompt_format: PromptFormat = "auto",
+        max_prompt_length: int = 1024,
+        drop_long_prompts: bool = False,
+        seed: int = 0,
+        flag: str = "--data",
+    ) -> None:
+        """Read, check and tokenise every row.
+
+        prompt_key: column with a string or a list of chat messages (`a.b` reaches into objects).
+        prompt_format: whether a string is a user's message (`chat`), the text itself (`raw`), or a
+        message where the tokenizer has a chat template (`auto`). answer_key: column of the reference
+        answer; empty for none. system: text, or a file with it, for conversations that bring no
+        system message of their own. chat_template: Jinja file in place of the tokenizer's.
+
+        Prompts of more than max_prompt_length tokens are dropped, counted and warned of once; above
+        1 % of them that is an error unless drop_long_prompts. flag: how errors name the dataset.
+
+        Raises UserError with file:line, field and value for the first row that cannot be used.
+        """
+        self.seed = seed
+        self.tokenizer = load_tokenizer(tokenizer_path, chat_template=chat_template)
+        self._conversations = Conversations(
+            self.tokenizer,
+            prompt_format=prompt_format,
+            system=text_or_file(system, "--system") if system else "",
+        )
+        self._prompt_key, self._answer_key = prompt_key, answer_key
+        self._rows = open_rows(path, flag=flag)
+        self._ids, self._ends = self._tokenise()
+        lengths = np.diff(self._ends, prepend=0)
+        self._kept = np.flatnonzero(lengths <= max_prompt_length).astype(np.int64)
+        self.counts = {"rows": len(lengths), "too_long": int(len(lengths) - len(self._kept))}
+        if dropped := self.counts["too_long"]:
+            worst = int(np.argmax(lengths))
+            text = (
+                f"{flag} {path}: {dropped} of {len(lengths)} prompts are longer than "
+                f"--max-prompt-length {max_prompt_length} tokens "
+                f"(longest: {lengths[worst]}, {self._rows.where(worst)})"
+            )
+            if not len(self._kept):
+                raise UserError(f"{text}: no prompt is left")
+            if dropped > MOST_DROPPED * len(lengths) and not drop_long_prompts:
+                raise UserError(f"{text}: raise it, or drop them with --drop-long-prompts")
+            _log.warning("%s: dropped", text)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def at(self, step: int, count: int) -> list[Prompt]:
+        """The prompts of a step when every step takes `count`: `take(step * count, count)`."""
+        return self.take(step * count, count)
+
+    def take(self, cursor: int, count: int) -> list[Prompt]:
+        """`count` prompts after the first `cursor` ones: a pure function of (seed, cursor).
+
+        Every pass over the dataset has its own order; a step may reach into the next pass.
+        """
+        return self.rows(self._kept[order.window(len(self), self.seed, cursor, count)])
+
+    def first(self, count: int) -> list[Prompt]:
+        """The first `count` prompts in the order of the file (all, if there are fewer)."""
+        return self.rows(self._kept[:count])
+
+    def rows(self, indices: Iterable[int]) -> list[Prompt]:
+        """The prompts of these dataset rows (`Prompt.index`), in this order."""
+        return [self._prompt(int(index)) for index in indices]
+
+    def split(self, share: float) -> tuple["Prompts", "Prompts"]:
+        """(to train on, held out): a share of the rows, at least one, drawn by seed alone.
+
+        Raises UserError if the share does not lie between 0 and 1 or takes every row.
+        """
+        try:
+            parts = order.split(self._kept, share, self.seed)
+        except ValueError as error:
+            raise UserError(f"--eval-share: {error}") from None
+        train, held_out = copy.copy(self), copy.copy(self)
+        train._kept, held_out._kept = parts
+        return train, held_out
+
+    def _tokenise(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of all rows back to back, int32, and where each row ends, int64 [rows]."""
+        parts: list[np.ndarray] = []
+        lengths: list[int] = []
+        for start in range(0, len(self._rows), _CHUNK):
+            chunk = range(start, min(start + _CHUNK, len(self._rows)))
+            prompts = [self._read(index)[1] for index in chunk]
+            texts = self._texts(prompts, start)
+            for ids in self._conversations.encode(texts, rendered=self._conversations.chat):
+                lengths.append(len(ids))
+                parts.append(np.array(ids, dtype=np.int32))
+        return np.concatenate(parts), np.cumsum(lengths, dtype=np.int64)
+
+    def _texts(self, prompts: list[str | Messages], start: int) -> list[str]:
+        messages = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if not messages:
+            return [prompt for prompt in prompts if isinstance(prompt, str)]
+        return self._conversations.render(messages, lambda i: self._rows.where(start + i))
+
+    def _read(self, index: int) -> tuple[dict[str, Any], str | Messages, Any]:
+        """A row, its prompt and its answer, checked."""
+        row, where = self._rows[index], self._rows.where(index)
+        value = field(row, self._prompt_key, where, "--prompt-key")
+        prompt = self._conversations.of(value, where, self._prompt_key)
+        answer = None
+        if self._answer_key:
+            answer = field(row, self._answer_key, where, "--answer-key")
+        return row, prompt, answer
+
+    def _prompt(self, index: int) -> Prompt:
+        row, prompt, answer = self._read(index)
+        start = self._ends[index - 1] if index else 0
+        where = self._rows.where(index)
+        return Prompt(
+            ids=self._ids[start : self._ends[index]],
+            text=self._texts([prompt], index)[0],
+            messages=None if isinstance(prompt, str) else prompt,
+            answer=plain(answer, where),
+            meta={
+                name: plain(value, f"{where}: field {name!r}")
+                for name, value in row.items()
+                if name != self._prompt_key
+            },
+            index=index,
+        )
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value made of what a message can carry: dates and decimals become strings, as do integers
+    beyond 64 bits. Raises UserError for others, such as images."""
+    if isinstance(value, bool | float | str | bytes | None):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if isinstance(value, dict):
+        return {str(name): plain(part, where) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part, where) for part in value]
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if type(value).__name__ == "Decimal":
+        return str(value)
+    raise UserError(
+        f"{where}: a {type(value).__name__} cannot travel to rewards: remove the column"
+    )
