@@ -1,0 +1,55 @@
+# List the recipes.
+default:
+    @just --list --unsorted
+
+# Install into .venv: fsdprl, editable, with what developing it needs.
+setup:
+    scripts/setup dev math plots tensorboard
+
+# From a bare machine to a model trained with GRPO, in minutes on a CPU.
+quickstart:
+    scripts/quickstart
+
+# Lint, types and tests, vLLM's on CPU included: what must hold before a change goes in.
+test *args:
+    scripts/test {{args}}
+
+# Lint and formatting.
+lint:
+    .venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+# Put the formatting right, and what lint can mend by itself.
+fmt:
+    .venv/bin/ruff check --fix . && .venv/bin/ruff format .
+
+# Types of src and recipes.
+type:
+    .venv/bin/pyright --pythonpath .venv/bin/python
+
+# The default tests alone, or those named: just unit tests/test_losses.py
+unit *args:
+    .venv/bin/python -m pytest {{args}}
+
+# Every recipe trains a tiny model until its reward has risen.
+learn:
+    .venv/bin/python -m pytest -m learn
+
+# A live vLLM against a fresh engine loaded from the saved checkpoint, all models.
+parity:
+    .venv-vllm/bin/python -m pytest -m "vllm and slow"
+
+# The whole fault matrix: kills, hangs, full disks, broken files. Up to an hour.
+faults:
+    .venv/bin/python -m pytest -m faults
+
+# Tests that need an accelerator.
+gpu:
+    .venv/bin/python -m pytest -m gpu
+
+# Measurements against plain loops; BENCHMARKS.md says what they mean.
+bench:
+    .venv/bin/python scripts/bench_update.py && .venv/bin/python scripts/bench_step.py && .venv/bin/python scripts/bench_control.py
+
+# Remove runs, caches and environments.
+clean:
+    rm -rf runs .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis build
