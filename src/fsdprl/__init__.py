@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from fsdprl import schedules as schedules
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
+    from fsdprl.data.example_rows import ExampleFormat as ExampleFormat
     from fsdprl.errors import RemoteError as RemoteError
     from fsdprl.errors import UserError as UserError
+    from fsdprl.examples import Examples as Examples
     from fsdprl.launch import launch as launch
     from fsdprl.options import DType as DType
     from fsdprl.options import EngineOptions as EngineOptions
@@ -41,6 +43,8 @@ NAMES: dict[str, str] = {
     "Batch": "batch",
     "RemoteError": "errors",
     "UserError": "errors",
+    "ExampleFormat": "data.example_rows",
+    "Examples": "examples",
     "launch": "launch",
     "DType": "options",
     "EngineOptions": "options",

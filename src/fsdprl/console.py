@@ -186,5 +186,6 @@ def sample_text(sample: Mapping[str, Any], most: int = 400) -> str:
 
 
 def shorten(text: str, most: int) -> str:
+    """Beginning and end of a text of more than `most` characters."""
     text = text.strip()
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -31,22 +31,27 @@ class Plots:
     """The plots of a run folder. Never blocks, never raises."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        self.folder = folder
-        self._sidecar = Sidecar("plots", "fsdprl.plots", folder / "plots.log", warn)
+        self.folder, self._warn = folder, warn
+        self._sidecar: Sidecar | None = None
 
     def draw(self) -> None:
         """Ask for all plots anew."""
+        if self._sidecar is None:
+            log = self.folder / "plots.log"
+            self._sidecar = Sidecar("plots", "fsdprl.plots", log, self._warn)
         self._sidecar.send({"folder": str(self.folder.resolve())})
 
     def close(self, timeout_s: float = 60.0) -> Path | None:
         """Wait for the drawing; the plot to look at first, if there is one."""
-        self._sidecar.close(timeout_s)
+        if self._sidecar is not None:
+            self._sidecar.close(timeout_s)
         drawn = (self.folder / "plots" / f"{name}.png" for name, _, _ in FIGURES)
         return next((path for path in drawn if path.exists()), None)
 
     def kill(self) -> None:
         """The run has failed: no more drawing."""
-        self._sidecar.kill()
+        if self._sidecar is not None:
+            self._sidecar.kill()
 
 
 def draw(folder: Path) -> list[Path]:

@@ -36,6 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
+    """Replace a file with indented JSON, as `write_atomic` does."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", sync=sync)
 
 

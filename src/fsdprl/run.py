@@ -79,6 +79,8 @@ class Run:
         self.folder.check_space(str(self.config.get("model", "")))
         self.folder.set_status("running", phase="starting", step=self.restored)
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
+        self.trackers = Trackers(options.track, self.path, self.console.warn)
+        self.plots = Plots(self.path, self.console.warn)
         self.saving = Patience("saving a checkpoint", self.console.warn)
         self.owed = False  # a checkpoint that could not be written
         self.controller.on_exit.append(self._exit)
@@ -158,15 +160,7 @@ class Run:
                 self.console.warn(f"{self.path} has {self.restored} steps, more than {plan.steps}")
             self.tracked.load(self.folder.restore[1])
         self.folder.note(**self.controller.facts)
-        self.trackers = Trackers(
-            self.options.track,
-            folder=self.path,
-            config=self.config,
-            run_id=self.folder.facts["id"],
-            first_step=self.restored,
-            warn=self.console.warn,
-        )
-        self.plots = Plots(self.path, self.console.warn)
+        self.trackers.start(self.config, self.folder.facts["id"], self.restored)
         self.began = time.monotonic()
         self.controller.timeline.drain()  # loading is no step
         self.console.start(self.path.name, self.restored, plan.steps)
@@ -249,9 +243,8 @@ class Run:
         )
         facts["phase"] = cause.get("phase") or ("training" if self.plan else "starting")
         self.folder.set_status(state, **facts, cause=cause["message"])
-        if self.plan is not None:
-            self.plots.kill()
-            self.trackers.close(3.0)
+        self.plots.kill()
+        self.trackers.close(3.0)
 
     def _finish(self, plan: Plan) -> None:
         if self.step < plan.steps and not self.stopping:

@@ -130,11 +130,11 @@ class RunFolder:
                 raise UserError(f"--run.resume {given}: damaged: {fault}")
             found = read_json(given / "manifest.json")["step"], given
         step = found[0] if found else 0
+        self.checkpoints.forget_after(step)
+        for path in [self.metrics, *self.completions.glob("*.jsonl")]:
+            if path.exists():
+                cut_back(path, step)
         if occupied:
-            self.checkpoints.forget_after(step)
-            for path in [self.metrics, *self.completions.glob("*.jsonl")]:
-                if path.exists():
-                    cut_back(path, step)
             self.say(
                 f"continuing {self.path} from " + (f"{found[1]}" if found else "the beginning")
             )

@@ -82,14 +82,26 @@ def nearest(name: str, known: Sequence[str], most: int = 3) -> list[str]:
     found = [path for path in known if last(path) == leaf]
     found += named(SYNONYMS.get(leaf, ()), known)
     if not found:
-        words = {last(path) for path in known}
-        for word in difflib.get_close_matches(leaf, [*words, *SYNONYMS], n=most, cutoff=0.7):
-            found += named([word] if word in words else SYNONYMS[word], known)
-        found += difflib.get_close_matches(name, known, n=most, cutoff=0.7)
+        found = misspelt(leaf, known)
     if not found:
         # A part of a compound name: --engine.memory-utilization, --clip.
         found = [path for path in known if len(leaf) > 3 and leaf in last(path)]
     return list(dict.fromkeys(found))[:most]
+
+
+def misspelt(leaf: str, known: Sequence[str]) -> list[str]:
+    """Names whose last part, or another framework's word for it, is spelt almost like `leaf`."""
+    words = {last(path) for path in known}
+    likeness = {
+        word: difflib.SequenceMatcher(None, leaf, word).ratio() for word in [*words, *SYNONYMS]
+    }
+    best = max(likeness.values(), default=0.0)
+    if best < 0.7:
+        return []
+    close = [word for word, like in likeness.items() if like > best - 0.03]
+    return [
+        path for word in close for path in named([word] if word in words else SYNONYMS[word], known)
+    ]
 
 
 def closest_choice(value: str, choices: Iterable[object]) -> str:

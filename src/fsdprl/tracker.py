@@ -22,35 +22,18 @@ CLOSE_S = 30.0
 class Trackers:
     """All trackers of a run behind one `log`. Never blocks, never raises."""
 
-    def __init__(
-        self,
-        kinds: tuple[str, ...],
-        *,
-        folder: Path,
-        config: Mapping[str, Any],
-        run_id: str,
-        first_step: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        """run_id: stays the same when a run is resumed. first_step: later ones are sent again."""
+    def __init__(self, kinds: tuple[str, ...], folder: Path, warn: Callable[[str], None]) -> None:
+        self._kinds, self._folder, self._warn = tuple(dict.fromkeys(kinds)), folder, warn
         self._sidecars: list[Sidecar] = []
-        for kind in dict.fromkeys(kinds):
-            sidecar = Sidecar(
-                f"tracker {kind}",
-                "fsdprl.tracker",
-                folder / f"{kind}.log",
-                warn,
-                f"Every metric is in {folder / 'metrics.jsonl'}; see {folder / f'{kind}.log'}",
-            )
-            sidecar.send(
-                {
-                    "kind": kind,
-                    "folder": str(folder.resolve()),
-                    "config": dict(config),
-                    "id": run_id,
-                    "first_step": first_step,
-                }
-            )
+
+    def start(self, config: Mapping[str, Any], run_id: str, first_step: int) -> None:
+        """run_id: stays the same when a run is resumed. first_step: it and later ones are sent again."""
+        for kind in self._kinds:
+            log = self._folder / f"{kind}.log"
+            remedy = f"Every metric is in {self._folder / 'metrics.jsonl'}; see {log}"
+            sidecar = Sidecar(f"tracker {kind}", "fsdprl.tracker", log, self._warn, remedy)
+            start = {"kind": kind, "folder": str(self._folder.resolve()), "config": dict(config)}
+            sidecar.send(start | {"id": run_id, "first_step": first_step})
             self._sidecars.append(sidecar)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
