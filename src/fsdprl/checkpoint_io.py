@@ -62,7 +62,7 @@ def load_weights(model: Any, path: str | Path) -> list[str]:
     """
     folder = find_checkpoint(str(path)).folder
     stored = read_stored(stored_files(folder))
-    shards = model_shards(model.hf)
+    shards = model_shards(model)
     layout = HfLayout(model.hf, shards)
     matched = {param: layout.present(param, stored) for param in shards}
     fresh = [param for param, found in matched.items() if not found]

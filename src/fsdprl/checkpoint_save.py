@@ -33,7 +33,7 @@ from fsdprl.safetensors_file import (
     write_ranges,
     write_whole,
 )
-from fsdprl.shards import LocalShard, as_dtype, clean_name, model_shards, tensor_shards
+from fsdprl.shards import LocalShard, as_dtype, clean_name, is_lead, model_shards, tensor_shards
 
 FILE_BYTES = 5_000_000_000
 # What a checkpoint has beside its weights, as transformers and vLLM read it.
@@ -84,7 +84,7 @@ def save_plan(
     class; otherwise config.json is the source's to the byte, unless `dtype` changes it.
     Raises UserError if the source is no safetensors checkpoint.
     """
-    shards = model_shards(model.hf)
+    shards = model_shards(model)
     layout = HfLayout(model.hf, shards)
     wanted = as_dtype(dtype) if dtype is not None else None
     if source is None:
@@ -179,8 +179,7 @@ def take_snapshot(model: Any, plan: SavePlan) -> Snapshot:
     model: what the plan was made from, a model (its `.hf`) or a mapping of tensors. The snapshot
     owns its memory: about the bytes of the checkpoint over the number of ranks.
     """
-    shards = _shards_of(model)
-    return Snapshot(plan, list(_chunks(shards, plan, own=True)), _is_lead(shards))
+    return Snapshot(plan, list(_chunks(_shards_of(model), plan, own=True)), _is_lead(model))
 
 
 def write_snapshot(snapshot: Snapshot, out_dir: str | Path) -> None:
@@ -205,7 +204,7 @@ def save_checkpoint(
     leave together once all bytes are on disk; None returns when this rank's are.
     """
     plan = save_plan(model, source_path, dtype=dtype)
-    _stream_out(_shards_of(model), plan, Path(out_dir), group)
+    _stream_out(model, plan, Path(out_dir), group)
 
 
 def save_tensors(
@@ -220,7 +219,7 @@ def save_tensors(
     `load_tensors` reads them back at any number of ranks. group: as in `save_checkpoint`.
     """
     plan = tensors_plan(tensors, stem=stem)
-    _stream_out(_shards_of(tensors), plan, Path(out_dir), group)
+    _stream_out(tensors, plan, Path(out_dir), group)
 
 
 def narrowed_tensors(model: Any, plan: SavePlan) -> dict[str, Tensor]:
@@ -235,15 +234,11 @@ def narrowed_tensors(model: Any, plan: SavePlan) -> dict[str, Tensor]:
 
 
 def _shards_of(model: Any) -> dict[str, LocalShard]:
-    return tensor_shards(model) if isinstance(model, Mapping) else model_shards(model.hf)
+    return tensor_shards(model) if isinstance(model, Mapping) else model_shards(model)
 
 
-def _is_lead(shards: Mapping[str, LocalShard]) -> bool:
-    """One rank of those that share the tensors: the first of the mesh."""
-    for shard in shards.values():
-        if shard.axis is not None:
-            return shard.writer and shard.axis.rank == 0
-    return all(shard.writer for shard in shards.values())
+def _is_lead(model: Any) -> bool:
+    return is_lead(model.values() if isinstance(model, Mapping) else model.hf.parameters())
 
 
 def _chunks(
@@ -261,13 +256,8 @@ def _chunks(
                 yield number, offset + a * entry.dtype.itemsize, part
 
 
-def _stream_out(
-    shards: Mapping[str, LocalShard],
-    plan: SavePlan,
-    out_dir: Path,
-    group: dist.ProcessGroup | None,
-) -> None:
-    _write(_chunks(shards, plan, own=False), plan, out_dir, _is_lead(shards))
+def _stream_out(model: Any, plan: SavePlan, out_dir: Path, group: dist.ProcessGroup | None) -> None:
+    _write(_chunks(_shards_of(model), plan, own=False), plan, out_dir, _is_lead(model))
     if group is not None:
         dist.barrier(group)
 

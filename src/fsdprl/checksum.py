@@ -1,8 +1,9 @@
 """Checksums of weights that a trainer computes from its shards and an engine from what arrived.
 
-checksum(t) = sum over rows r (dimension 0) of (r + 1) * (sum of the row's bit patterns as signed
-integers), modulo 2**64: shares of it add up whatever the sharding, and a stale, lost, cut, misplaced
-or altered piece changes it. It guards against mistakes, not against an adversary.
+checksum(t) = sum over rows r (dimension 0) of (2 r + 1) * (sum of the row's bytes read as integers, the
+widest that fill a row, of at most 8 bytes), modulo 2**64. Shares of it add up whatever the sharding,
+and a stale, lost, cut, misplaced or altered piece changes it: a factor that is odd loses no bit. It
+guards against mistakes, not against an adversary.
 """
 
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 from fsdprl.hf_layout import HfLayout
 from fsdprl.shards import LocalShard, as_dtype, model_shards
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK_ELEMENTS = 1 << 18  # cast and widened at a time: stays in cache
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+CHUNK_BYTES = 1 << 20  # cast at a time: stays in cache
 
 
 def tensor_checksum(tensor: Tensor) -> int:
@@ -33,7 +34,7 @@ def shard_checksums(
     Equal to `tensor_checksum` of what `weight_stream` yields under the same name. One all-reduce of
     an integer per tensor over `group` (None: the model's shard axis); all its ranks call it.
     """
-    shards = model_shards(model.hf)
+    shards = model_shards(model)
     layout = HfLayout(model.hf, shards)
     items = [item for param in shards for item in layout.canonical(param)]
     axis = next((shard.axis for shard in shards.values() if shard.axis is not None), None)
@@ -62,10 +63,16 @@ def sent_dtype(shard: LocalShard, dtype: str | torch.dtype) -> torch.dtype:
 def _rows_checksum(flat: Tensor, width: int, first_row: int, dtype: torch.dtype) -> Tensor:
     """Share of rows first_row, first_row + 1, ... whose elements are `flat`."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    rows = max(1, CHUNK_ELEMENTS // width)
+    row_bytes = width * dtype.itemsize
+    word = next(integer for size, integer in WORDS.items() if row_bytes % size == 0)
+    rows = max(1, CHUNK_BYTES // row_bytes)
     for row in range(0, flat.numel() // width, rows):
         part = flat[row * width : (row + rows) * width].to(dtype)
-        sums = part.view(INTEGERS[dtype.itemsize]).view(-1, width).sum(1, dtype=torch.int64)
-        first = first_row + row + 1
-        total += (sums * torch.arange(first, first + len(sums), device=flat.device)).sum()
+        if part.data_ptr() % word.itemsize:
+            part = part.clone()
+        sums = part.view(torch.uint8).view(word).view(-1, row_bytes // word.itemsize)
+        sums = sums.sum(1, dtype=torch.int64)
+        first = 2 * (first_row + row) + 1
+        factors = torch.arange(first, first + 2 * len(sums), 2, device=flat.device)
+        total += (sums * factors).sum()
     return total

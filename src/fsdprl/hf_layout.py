@@ -134,6 +134,6 @@ def hf_items(model: Any) -> list[Item]:
 
     A tied weight appears once, under the embedding's name.
     """
-    shards = model_shards(model.hf)
+    shards = model_shards(model)
     layout = HfLayout(model.hf, shards)
     return [item for param in shards for item in layout.canonical(param)]

@@ -4,7 +4,7 @@ FSDP2 shards dimension 0, so a rank's rows are one contiguous range of the row-m
 saving, streaming and checksums all become arithmetic on such ranges: no other layout is met here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,15 @@ def numel_of(shape: tuple[int, ...]) -> int:
     return count
 
 
-def local_shard(name: str, tensor: Tensor, *, buffer: bool = False) -> LocalShard:
-    """The flat view of `tensor` on this rank: a DTensor sharded on dimension 0, or a plain tensor."""
+def local_shard(name: str, tensor: Tensor, lead: bool, *, buffer: bool = False) -> LocalShard:
+    """The flat view of `tensor` on this rank: a DTensor sharded on dimension 0, or a plain tensor.
+
+    lead: whether this rank is the one that writes plain tensors.
+    """
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        writer = not dist.is_initialized() or dist.get_rank() == 0
-        return LocalShard(name, shape, tensor.view(-1), 0, None, writer, buffer)
+        return LocalShard(name, shape, tensor.view(-1), 0, None, lead, buffer)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"{name}: this rank is outside of the tensor's mesh"
     sharded = [dim for dim, place in enumerate(tensor.placements) if place.is_shard()]
@@ -104,27 +106,36 @@ def clean_name(name: str) -> str:
 
 
 def model_shards(model: Any) -> dict[str, LocalShard]:
-    """Parameters and persistent buffers of `model.hf` (or of a bare transformers model) by name, in order; a
-    tied one under its first.
+    """Parameters and persistent buffers of `model.hf` by name, in order; a tied one under its first.
 
-    Parameters that a forward left gathered go back to their shards first. Local: no communication.
+    model: a PackedModel, or a transformers model by itself. Parameters that a forward left gathered
+    go back to their shards first. Local: no communication.
     """
-    root = model if isinstance(model, nn.Module) else model.hf
+    hf = getattr(model, "hf", model)
+    root = model if isinstance(model, nn.Module) else hf
     for part in root.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    hf = getattr(model, "hf", model)
-    shards = {}
-    for name, parameter in hf.named_parameters():
-        shards[clean_name(name)] = local_shard(clean_name(name), parameter)
+    parameters = {clean_name(name): value for name, value in hf.named_parameters()}
+    shards = tensor_shards(parameters)
+    lead = is_lead(parameters.values())
     for name, buffer in _persistent_buffers(hf):
-        shards[clean_name(name)] = local_shard(clean_name(name), buffer, buffer=True)
+        shards[clean_name(name)] = local_shard(clean_name(name), buffer, lead, buffer=True)
     return shards
 
 
 def tensor_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
     """The same view of named tensors, plain or DTensor."""
-    return {name: local_shard(name, tensor) for name, tensor in tensors.items()}
+    lead = is_lead(tensors.values())
+    return {name: local_shard(name, tensor, lead) for name, tensor in tensors.items()}
+
+
+def is_lead(tensors: Iterable[Tensor]) -> bool:
+    """Whether this is the first of the ranks that share the tensors: of their mesh, or of the world."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            return not any(tensor.device_mesh.get_coordinate() or (1,))
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def tied_names(module: nn.Module) -> dict[str, list[str]]:

@@ -21,6 +21,9 @@ from fsdprl.shards import LocalShard, ShardAxis, model_shards
 
 __all__ = ["Bucket", "shard_checksums", "tensor_checksum", "weight_stream"]
 
+# torch 2.13 renamed it and deprecates the old name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 GATHER_BYTES = 16 << 20
 ALIGN = 8  # bytes: any dtype may start there
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")
@@ -79,7 +82,7 @@ def weight_stream(
     device: where tensors are made (None: the mesh's accelerator, or CPU).
     Extra memory: the bucket, and buffers of at most 2 * 16 MB.
     """
-    shards = model_shards(model.hf)
+    shards = model_shards(model)
     layout = HfLayout(model.hf, shards)
     axis = next((shard.axis for shard in shards.values() if shard.axis is not None), None)
     home = torch.device(axis.device_type) if axis else next(model.hf.parameters()).device
@@ -199,7 +202,7 @@ class _Gather:
     ) -> None:
         size = self.axis.size
         received = self.receive[: size * used]
-        dist.all_gather_into_tensor(received, self.send[:used], group=self.group)
+        all_gather(received, self.send[:used], group=self.group)
         parts = received.view(size, used)
         for window, start, stop, position in pieces:
             assert window.shard.axis is not None
