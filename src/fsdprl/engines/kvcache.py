@@ -39,7 +39,9 @@ class Prefill:
     """Of each layer, in order: [P, K, T, D]."""
     values: list[Tensor] = field(default_factory=list)
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float):
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
         """Keep keys and values, attend causally."""
         if module.layer_idx != len(self.keys) or key.shape != value.shape:
             raise UserError(
@@ -133,7 +135,9 @@ class Decode:
             mask = torch.zeros(seen.shape, dtype=cache.dtype, device=lengths.device)
             self.mask = mask.masked_fill_(~seen, -torch.inf)[:, None, None, :]
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float):
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
         """Write the new keys and values in place, attend to all of them."""
         store = self.cache.store[module.layer_idx]
         width = store.shape[-2] * store.shape[-1]

@@ -198,8 +198,8 @@ def refuse_windows(config: Any, max_model_len: int) -> None:
     text = config.get_text_config()
     name = (config.architectures or [type(config).__name__])[0]
     kinds = getattr(text, "layer_types", None) or []
-    window = getattr(text, "sliding_window", None)
-    slides = "sliding_attention" in kinds or (not kinds and bool(window))
+    window = getattr(text, "sliding_window", None) or 0
+    slides = "sliding_attention" in kinds or (not kinds and window > 0)
     if slides and window < max_model_len:
         raise UserError(
             f"{name} attends within a sliding window of {window} tokens, fewer than the "
