@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdprl import learn, profiling, rollout, rows, worker
+from fsdprl import feeding, learn, profiling, rollout, rows, worker
 from fsdprl.liveness import Lifeline
 from fsdprl.wire import Line, decode, encode
 from fsdprl.worker import Worker
@@ -15,6 +15,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     **rows.VERBS,
     **learn.VERBS,
     **rollout.VERBS,
+    **feeding.VERBS,
     **profiling.VERBS,
 }
 
@@ -41,6 +42,7 @@ def serve(
             threading.Event().wait()  # the controller ends this process
             raise
         pulse.done, pulse.ticks = seq, 0
+        if verb == "shutdown":
+            lifeline.leave()
         line.reply(seq, time.perf_counter() - begin, reply)
-    lifeline.leave()
     line.close()

@@ -1,0 +1,9 @@
+"""Imported first by small test recipes: verbs of the control plane alone, without the models' imports."""
+
+import sys
+import types
+
+for _name in ("rows", "learn", "rollout", "profiling"):
+    _module = types.ModuleType(f"fsdprl.{_name}")
+    _module.VERBS = {}  # type: ignore[attr-defined]
+    sys.modules[_module.__name__] = _module
