@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdprl.worker import Worker
 from torch import Tensor
 
 from fsdprl.exchange import exchange_rows
@@ -15,6 +14,7 @@ from fsdprl.mesh import cpu_group
 from fsdprl.options import RewardOptions
 from fsdprl.sample import Sample
 from fsdprl.store import Store
+from fsdprl.worker import Worker
 
 
 def gather_columns(
@@ -95,6 +95,8 @@ def samples_of(worker: Worker, row_ids: Sequence[int]) -> list[Sample]:
     """The rows as reward functions see them. Text is decoded from the engine's own token ids."""
     tokenizer = worker.state["tokenizer"]
     rows = worker.store.select(row_ids)
+    if not rows:
+        return []  # some tokenizers decode no rows to one empty text
     responses = tokenizer.batch_decode(
         [row.ids[row.info["prompt_length"] :].tolist() for row in rows], skip_special_tokens=True
     )

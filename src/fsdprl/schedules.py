@@ -6,6 +6,7 @@ which is where they stay if the run goes on. (transformers starts warm-up at 0 i
 """
 
 import math
+from typing import Literal
 
 
 def constant(step: int, *, warmup: int = 0) -> float:
@@ -25,6 +26,20 @@ def cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> flo
     if step < warmup:
         return constant(step, warmup=warmup)
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, total, warmup)))
+
+
+def factor(
+    kind: Literal["constant", "linear", "cosine"],
+    step: int,
+    *,
+    total: int,
+    warmup: int = 0,
+    floor: float = 0.0,
+) -> float:
+    """One of the schedules above by name, as a recipe's flag has it."""
+    if kind == "constant":
+        return constant(step, warmup=warmup)
+    return (linear if kind == "linear" else cosine)(step, total=total, warmup=warmup, floor=floor)
 
 
 def _progress(step: int, total: int, warmup: int) -> float:
