@@ -42,8 +42,7 @@ def _logits(
 ) -> Tensor:
     """Tempered logits [C, V] of one chunk in float32 or float64, owned by the caller."""
     logits = F.linear(hidden[span], weight, bias)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature is None else logits.div_(temperature[span, None])
 
 
@@ -59,20 +58,23 @@ class _ChunkedHead(torch.autograd.Function):
         chunk_tokens: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        temperature = None if temperature is None else temperature.to(kind)
-        logp = hidden.new_empty(len(target), dtype=kind)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        temperature = None if temperature is None else temperature.to(wide)
+        logp = hidden.new_empty(len(target), dtype=wide)
         normalisers = torch.empty_like(logp)
-        entropies = hidden.new_zeros(len(target), dtype=kind)
-        for start in range(0, len(target), chunk_tokens):
-            span = slice(start, start + chunk_tokens)
+        entropies = torch.zeros_like(logp)
+
+        def chunk(span: slice) -> None:
             logits = _logits(hidden, weight, bias, temperature, span)
             picked = logits.gather(1, target[span, None]).squeeze(1)
             normalisers[span] = torch.logsumexp(logits, dim=1)
             logp[span] = picked - normalisers[span]
             if entropy:
                 logits.sub_(normalisers[span, None])
-                entropies[span] = -torch.linalg.vecdot(logits.exp(), logits)
+                entropies[span] = -logits.exp().mul_(logits).sum(1)
+
+        for start in range(0, len(target), chunk_tokens):
+            chunk(slice(start, start + chunk_tokens))
         ctx.save_for_backward(hidden, weight, bias, target, temperature, normalisers, entropies)
         ctx.chunk_tokens = chunk_tokens
         ctx.entropy = entropy
@@ -90,14 +92,11 @@ class _ChunkedHead(torch.autograd.Function):
         # half precision would lose the small gradients of later chunks: accumulate wide, cast once
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        grad_bias = None
-        if bias is not None and wants_bias:
-            grad_bias = torch.zeros_like(bias, dtype=wide)
-        for start in range(0, len(target), ctx.chunk_tokens):
-            span = slice(start, start + ctx.chunk_tokens)
-            logits = _logits(hidden, weight, bias, temperature, span)
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+
+        def chunk(span: slice) -> None:
             grad_logits = _grad_logits(
-                logits.sub_(normalisers[span, None]),
+                _logits(hidden, weight, bias, temperature, span).sub_(normalisers[span, None]),
                 target[span],
                 grad_logp[span],
                 (grad_entropy[span], entropies[span]) if ctx.entropy else None,
@@ -105,21 +104,19 @@ class _ChunkedHead(torch.autograd.Function):
             if temperature is not None:
                 grad_logits.div_(temperature[span, None])
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                grad_bias.add_(grad_logits.sum(0))
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[span])
             if grad_weight is not None:
                 _accumulate(grad_weight, grad_logits, hidden[span])
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+
+        # a function a chunk: its tensors are gone before the next chunk's are made
+        for start in range(0, len(target), ctx.chunk_tokens):
+            chunk(slice(start, start + ctx.chunk_tokens))
+        grads = [(grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias)]
+        cast = [None if grad is None else grad.to(like.dtype) for grad, like in grads]
+        return (*cast, None, None, None, None)
 
 
 def _grad_logits(

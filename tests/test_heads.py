@@ -1,0 +1,107 @@
+"""The chunked head against the plain one, and what it holds in memory."""
+
+import pytest
+import torch
+from tracking import TensorTracker
+
+from fsdprl.heads import head_logp
+
+TOKENS, WORDS, HIDDEN = 23, 101, 16
+
+
+def inputs(dtype=torch.float64, tokens=TOKENS, words=WORDS, hidden=HIDDEN, bias=True):
+    torch.manual_seed(0)
+    made = [torch.randn(tokens, hidden, dtype=dtype), torch.randn(words, hidden, dtype=dtype)]
+    made.append(torch.randn(words, dtype=dtype))
+    tensors = [x.requires_grad_() for x in made]
+    return (*tensors[:2], tensors[2] if bias else None), torch.randint(0, words, (tokens,))
+
+
+def plain(hidden, weight, bias, target, temperature):
+    """Log-probs and entropies through the whole [S, V]."""
+    logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    every = (logits / temperature[:, None]).log_softmax(-1)
+    return every.gather(1, target[:, None]).squeeze(1), -(every.exp() * every).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, TOKENS, 1000])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_whole_softmax_with_its_gradients(chunk, bias):
+    tensors, target = inputs(bias=bias)
+    temperature = torch.rand(TOKENS, dtype=torch.float64) + 0.3
+    wrt = [x for x in tensors if x is not None]
+    got = head_logp(*tensors, target, temperature, chunk_tokens=chunk, entropy=True)
+    want = plain(*tensors, target, temperature)
+    weights = torch.randn(2, TOKENS, dtype=torch.float64)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad((weights * torch.stack(o)).sum(), wrt) for o in (got, want)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_gradcheck_without_entropy():
+    tensors, target = inputs(tokens=7, words=11, hidden=3)
+    ones = torch.ones(7, dtype=torch.float64)
+
+    def logp(*tensors):
+        return head_logp(*tensors, target, ones, chunk_tokens=3)[0]
+
+    assert torch.autograd.gradcheck(logp, tensors)
+    assert torch.equal(logp(*tensors), head_logp(*tensors, target, None, chunk_tokens=3)[0])
+
+
+def test_hand_computed():
+    """Two words with logits ln 3 and 0 at temperature 1: p = 3/4; at temperature 1/2: 9/10."""
+    hidden = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
+    weight = torch.tensor([[3.0], [1.0]], dtype=torch.float64).log()
+    logp, entropy = head_logp(
+        hidden,
+        weight,
+        None,
+        torch.tensor([0, 1]),
+        torch.tensor([1.0, 0.5]),
+        chunk_tokens=1,
+        entropy=True,
+    )
+    assert logp.exp().tolist() == pytest.approx([0.75, 0.1])
+    assert entropy.tolist() == pytest.approx([0.562335144618808, 0.325082973391448])
+
+
+def test_half_precision_works_in_float32_and_accumulates_wide():
+    """bfloat16 in, float32 out; a weight gradient summed over 64 chunks stays as exact as one."""
+    tensors, target = inputs(torch.bfloat16, tokens=64, bias=True)
+    logp, _ = head_logp(*tensors, target, None, chunk_tokens=1)
+    assert logp.dtype == torch.float32
+    many = torch.autograd.grad(logp.sum(), tensors[1])[0]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    want = torch.autograd.grad(plain(*exact, target, torch.ones(64))[0].sum(), exact[1])[0]
+    assert many.dtype == torch.bfloat16
+    assert float((many.double() - want).norm() / want.norm()) < 0.01
+
+
+def test_no_tokens_stay_connected():
+    tensors, target = inputs(tokens=0)
+    logp, entropy = head_logp(*tensors, target, None, chunk_tokens=4, entropy=True)
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.shape == entropy.shape == (0,)
+    assert all(float(x.grad.abs().sum()) == 0.0 for x in tensors)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_peak_memory_has_no_tokens_times_vocabulary(entropy):
+    """V = 150,000: no tensor above chunk x V or V x H, and twice the tokens do not raise the peak."""
+    words, hidden, chunk = 150_000, 16, 8
+    peaks = []
+    for tokens in (64, 128):
+        tensors, target = inputs(torch.float32, tokens, words, hidden, bias=False)
+        with TensorTracker() as seen:
+            logp, entropies = head_logp(*tensors, target, None, chunk_tokens=chunk, entropy=entropy)
+            (logp.sum() + (entropies.sum() if entropy else 0.0)).backward()
+        assert seen.largest <= words * max(chunk, hidden)
+        peaks.append(seen.peak)
+    weight, one_chunk = 4 * words * hidden, 4 * words * chunk
+    print(f"peak {peaks[0] / 1e6:.1f} MB; [S, V] alone would be {4 * 128 * words / 1e6:.1f} MB")
+    # the weight, its gradient, and one chunk's logits (a second for the entropy)
+    assert peaks[0] <= 2 * weight + (2.1 if entropy else 1.1) * one_chunk
+    assert peaks[1] - peaks[0] <= 64 * (hidden + 8) * 8
