@@ -238,7 +238,8 @@ def test_split():
     assert order.split(rows, 0.1, 7)[1].tolist() == held.tolist()
     assert order.split(rows, 0.1, 8)[1].tolist() != held.tolist()
     assert len(order.split(rows, 0.001, 7)[1]) == 1
-    for share in (0.0, 1.0, -1.0, 0.999):
+    assert [len(part) for part in order.split(rows, 0.0, 7)] == [100, 0]
+    for share in (1.0, -1.0, 0.999):
         with pytest.raises(ValueError, match=r"share|leaves none"):
             order.split(rows, share, 7)
 
