@@ -9,7 +9,8 @@ from run_job import CONFIG, Job, Killed, checkpoints, isolated, kill_at, steps_o
 
 from fsdprl.errors import UserError
 from fsdprl.records import read_json, read_lines
-from fsdprl.run import before_and_after, profile_window
+from fsdprl.run import before_and_after
+from fsdprl.run_folder import profile_window
 
 
 @pytest.fixture(autouse=True)

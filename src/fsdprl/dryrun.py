@@ -1,5 +1,6 @@
 """--dry-run: what would run, without running it; and what a model will take of a rank's memory."""
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,10 @@ def show(
 ) -> None:
     """Print the resolved config, the arithmetic, and the sections that prompts and models added."""
     sections: list[tuple[str, str | Iterable[str]]] = [
-        ("config", [f"{spelled(name)} {value}" for name, value in flatten(dict(config)).items()]),
+        (
+            "config",
+            [f"{spelled(name)} {words(value)}" for name, value in flatten(dict(config)).items()],
+        ),
         ("arithmetic", arithmetic),
         *report,
     ]
@@ -25,6 +29,13 @@ def show(
         lines = body.splitlines() if isinstance(body, str) else body
         say("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
     say("dry run: nothing was trained or written")
+
+
+def words(value: Any) -> str:
+    """A value as it would be typed."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(words, value))
+    return shlex.quote(str(value))
 
 
 def memory_estimate(

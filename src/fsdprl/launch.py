@@ -24,6 +24,8 @@ from fsdprl.endings import describe
 from fsdprl.errors import Interrupted, UserError
 from fsdprl.joining import SIGNALS, Joining, check_same_files
 from fsdprl.liveness import die_with_parent, tell_torchrun
+from fsdprl.options import RunOptions
+from fsdprl.run_folder import preflight
 from fsdprl.watch import Watch
 from fsdprl.world import World
 
@@ -49,6 +51,10 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     try:
         world = World.from_env()
         cfg, flags = config.parse(config_class, sys.argv[1:], quiet=world.rank != 0)
+        fields = dataclasses.asdict(cfg)  # pyright: ignore[reportArgumentType]
+        options = getattr(cfg, "run", None)
+        if isinstance(options, RunOptions) and not flags.dry_run:
+            preflight(options, fields, quiet=world.rank != 0)
     except (UserError, SystemExit) as error:
         _refuse(world, error)
     if world.rank != 0 and flags.dry_run:
@@ -60,14 +66,14 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     if world.rank != 0:
         joining.follow()
         return
-    stall_s = float(getattr(getattr(cfg, "run", None), "stall_timeout_s", 600.0))
-    fields = dataclasses.asdict(cfg)  # pyright: ignore[reportArgumentType]
+    stall_s = float(getattr(options, "stall_timeout_s", 600.0))
     controller = Controller(world, flags=flags, config=fields, recipe=recipe, stall_s=stall_s)
     Lead(joining, controller).run(lambda: main(cfg))
 
 
 def _refuse(world: World, error: UserError | SystemExit) -> NoReturn:
-    """Exit after a mistake on the command line, which every rank sees; only rank 0 speaks."""
+    """Exit after a mistake on the command line or a wrong run folder, which every rank sees; only
+    rank 0 speaks."""
     code = 2 if isinstance(error, UserError) else error.code
     if world.rank != 0 and code:
         time.sleep(5.0)  # a rank that exits first has torchrun kill rank 0 before it has spoken

@@ -12,7 +12,6 @@ step-000100 holds the weights after 100 steps, and a run restored from it begins
 """
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -23,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 from fsdprl import dryrun
 from fsdprl.console import Console, clock, shorten
 from fsdprl.controller import current
-from fsdprl.errors import UserError
 from fsdprl.metrics import StepMetrics, jsonable, throughput, timings
 from fsdprl.options import RunOptions
 from fsdprl.plan import Plan
 from fsdprl.plots import Plots
 from fsdprl.records import JsonLines, Patience
 from fsdprl.run_checkpoints import Tracked
-from fsdprl.run_folder import RunFolder
+from fsdprl.run_folder import RunFolder, finished_message, profile_window
 from fsdprl.tracker import Trackers
 
 if TYPE_CHECKING:
@@ -50,11 +48,6 @@ class Run:
         """
         self.options, self.controller = options, current()
         self.profile = profile_window(options.profile)
-        for name in ("save_every", "keep"):
-            if getattr(options, name) < 0:
-                raise UserError(f"--run.{name.replace('_', '-')} must not be negative")
-        if options.log_every < 1:
-            raise UserError("--run.log-every must be at least 1")
         self.console = Console(options.log_every)
         self.tracked = Tracked()
         self.metrics = StepMetrics()
@@ -62,21 +55,18 @@ class Run:
         self.plan: Plan | None = None
         if self.controller.flags.dry_run:
             return
-        # As JSON has it, and as it is now.
-        self.config = json.loads(json.dumps(self.controller.config, default=str))
         self.folder = RunFolder(
-            options.out,
-            config=self.config,
+            options,
+            config=self.controller.config,
             recipe=self.controller.recipe,
             world_size=self.controller.world_size,
-            resume=options.resume,
             say=self.console.say,
             warn=self.console.warn,
         )
         if self.folder.finished:
-            self.console.say(f"{options.out}: this run is finished; nothing is left to do")
+            self.console.say(finished_message(options))
             raise SystemExit(0)
-        self.folder.check_space(str(self.config.get("model", "")))
+        self.folder.check_space(str(self.folder.config.get("model", "")))
         self.folder.set_status("running", phase="starting", step=self.restored)
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
         self.trackers = Trackers(options.track, self.path, self.console.warn)
@@ -160,7 +150,7 @@ class Run:
                 self.console.warn(f"{self.path} has {self.restored} steps, more than {plan.steps}")
             self.tracked.load(self.folder.restore[1])
         self.folder.note(**self.controller.facts)
-        self.trackers.start(self.config, self.folder.facts["id"], self.restored)
+        self.trackers.start(self.folder.config, self.folder.facts["id"], self.restored)
         self.began = time.monotonic()
         self.controller.timeline.drain()  # loading is no step
         self.console.start(self.path.name, self.restored, plan.steps)
@@ -287,13 +277,3 @@ def before_and_after(shown: Sequence[Mapping[str, Any]], most: int = 3) -> list[
             reward = f"  reward {sample['reward']:g}" if "reward" in sample else ""
             lines.append(f"    {label} {shorten(str(sample.get('response', '')), 200)!r}{reward}")
     return lines
-
-
-def profile_window(text: str) -> tuple[int, int] | None:
-    """First and last step of --run.profile."""
-    if not text:
-        return None
-    first, colon, last = text.partition(":")
-    if not (first.isdigit() and (last.isdigit() or not colon)) or int(last or first) < int(first):
-        raise UserError(f"--run.profile {text}: expected FIRST:LAST, such as 3:5")
-    return int(first), int(last or first)

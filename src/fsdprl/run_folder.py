@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -10,11 +11,13 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from fsdprl.config import flatten, spelled
 from fsdprl.errors import UserError
+from fsdprl.options import RunOptions
 from fsdprl.records import cut_back, read_json, read_lines, write_json
 from fsdprl.run_checkpoints import Checkpoints, verify
 
@@ -25,80 +28,119 @@ HORIZON = ("steps", "epochs")
 PACKAGES = ("fsdprl", "torch", "transformers", "vllm", "safetensors", "accelerate")
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a command meets in its --run.out, by reading alone."""
+
+    known: dict[str, Any] | None
+    """config.json of a run with something to protect: a finished step or a checkpoint."""
+    changes: dict[str, tuple[Any, Any]]
+    """Options that differ from that run's, all of which may."""
+    given: Path | None
+    """The checkpoint of --run.resume."""
+    inside: bool
+    """Whether that is one of this folder's own: the run goes back to it."""
+    finished: bool
+    """This very run has been here, and is done."""
+
+
+def examine(options: RunOptions, config: dict[str, Any]) -> Found:
+    """Whether a run of this config may use the folder. Changes nothing.
+
+    Raises UserError if a flag of `options` is out of range, or the folder holds something else.
+    """
+    for name, least in (("save_every", 0), ("keep", 0), ("log_every", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"{spelled(f'run.{name}')} must be at least {least}")
+    profile_window(options.profile)
+    path = Path(options.out)
+    given = given_checkpoint(options.resume)
+    known = occupant(path)
+    if known and options.resume == "never":
+        raise UserError(
+            f"--run.out {path}: holds a run already, and --run.resume is never: give another folder"
+        )
+    changes = differences(known["config"], as_json(config)) if known else {}
+    refuse_another_run(path, changes)
+    inside = given is not None and given.parent == (path / "checkpoints").resolve()
+    done = (read_json(path / "status.json") or {}).get("state") == "finished"
+    return Found(known, changes, given, inside, bool(known) and done and not changes and not inside)
+
+
+def preflight(options: RunOptions, config: dict[str, Any], *, quiet: bool) -> None:
+    """Every rank's look at the folder before torch is imported, so that a wrong one costs a second.
+
+    Raises UserError as `examine` does; exits with 0 if the run is finished, which it says unless quiet.
+    """
+    if examine(options, config).finished:
+        if not quiet:
+            print(finished_message(options), flush=True)
+        raise SystemExit(0)
+
+
+def occupant(path: Path) -> dict[str, Any] | None:
+    """The config.json of a run in this folder, None if there is nothing to protect."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--run.out {path}: is a file, not a folder")
+    known = read_json(path / "config.json")
+    if isinstance(known, dict) and "config" in known:
+        begun = Checkpoints(path / "checkpoints").all() or file_size(path / "metrics.jsonl")
+        return known if begun else None
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    if any(not name.startswith(".") for name in names):
+        raise UserError(
+            f"--run.out {path}: is not empty and holds no run (no config.json): give another folder"
+        )
+    return None
+
+
+def refuse_another_run(path: Path, changes: dict[str, tuple[Any, Any]]) -> None:
+    """UserError with every difference that makes this another run."""
+    lines = [
+        f"{spelled(name)}: {old!r} there, {new!r} now"
+        for name, (old, new) in changes.items()
+        if name not in HORIZON and not name.startswith(MAY_CHANGE)
+    ]
+    if lines:
+        lines = [f"--run.out {path}: holds a run of another config:", *lines]
+        lines.append("give another --run.out; with --run.resume CHECKPOINT it begins from there")
+        raise UserError("\n  ".join(lines))
+
+
+def finished_message(options: RunOptions) -> str:
+    """What a command is told that has nothing left to do."""
+    return f"{options.out}: this run is finished; nothing is left to do"
+
+
 class RunFolder:
     """A claimed run folder. `restore` is the checkpoint to continue from, None to start at step 0."""
 
     def __init__(
         self,
-        out: str,
+        options: RunOptions,
         *,
         config: dict[str, Any],
         recipe: Path,
         world_size: int,
-        resume: str,
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        """config: the recipe's, as JSON has it. resume: auto, never, or a checkpoint folder.
-
-        Raises UserError if the folder holds another run, is in use, or is no run's; `finished` is set
-        when it holds this very run, done.
-        """
-        self.path, self.say, self.warn = Path(out), say, warn
+        """config: the recipe's. Raises UserError if the folder holds another run, is in use, or is no
+        run's; `finished` is set when it holds this very run, done."""
+        self.path, self.say, self.warn = Path(options.out), say, warn
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.metrics, self.completions = self.path / "metrics.jsonl", self.path / "completions"
         self.restore: tuple[int, Path] | None = None
-        self.finished = False
-        given = given_checkpoint(resume)
-        known = read_json(self.path / "config.json")
-        occupied = self.occupied(known)
-        if occupied and resume == "never":
-            raise UserError(
-                f"--run.out {out}: holds a run already, and --run.resume is never: give another folder"
-            )
-        changes = differences(known["config"], config) if occupied else {}
-        self.check_same_run(changes)
+        self.config = as_json(config)
+        examine(options, self.config)
         self._lock = self.lock()
-        inside = given is not None and given.parent == self.checkpoints.folder.resolve()
-        done = self.status().get("state") == "finished"
-        self.finished = occupied and done and not changes and not inside
+        found = examine(options, self.config)  # nobody else changes it from here on
+        self.finished = found.finished
         if not self.finished:
-            own = occupied and not inside
-            self.restore = self.starting_point(given, own=own, occupied=occupied)
-            self.record(known if occupied else None, config, changes, recipe, world_size)
-
-    def occupied(self, known: Any) -> bool:
-        """Whether there is something here to protect: a finished step or a checkpoint."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"--run.out {self.path}: is a file, not a folder")
-        if isinstance(known, dict) and "config" in known:
-            return bool(self.checkpoints.all()) or bool(file_size(self.metrics))
-        names = [path.name for path in self.path.iterdir()] if self.path.exists() else []
-        if any(not name.startswith(".") for name in names):
-            raise UserError(
-                f"--run.out {self.path}: is not empty and holds no run (no config.json): "
-                f"give another folder"
-            )
-        return False
-
-    def check_same_run(self, changes: dict[str, tuple[Any, Any]]) -> None:
-        """UserError with every difference that makes this another run."""
-        fixed = {
-            name: pair
-            for name, pair in changes.items()
-            if name not in HORIZON and not name.startswith(MAY_CHANGE)
-        }
-        if fixed:
-            lines = [
-                f"{spelled(name)}: {old!r} there, {new!r} now" for name, (old, new) in fixed.items()
-            ]
-            lines = [f"--run.out {self.path}: holds a run of another config:", *lines]
-            lines.append(
-                "give another --run.out; --run.resume CHECKPOINT there begins from its weights"
-            )
-            raise UserError("\n  ".join(lines))
-        for name, (old, new) in changes.items():
-            self.say(f"{spelled(name)}: {old!r} before, {new!r} from here on")
+            for name, (old, new) in found.changes.items():
+                self.say(f"{spelled(name)}: {old!r} before, {new!r} from here on")
+            self.restore = self.starting_point(found)
+            self.record(found, recipe, world_size)
 
     def lock(self) -> IO[str]:
         """Hold the folder until this process ends. UserError if another process holds it."""
@@ -119,22 +161,21 @@ class RunFolder:
             self.warn(f"{self.path}: this file system cannot lock; start one job at a time in it")
         return file
 
-    def starting_point(
-        self, given: Path | None, *, own: bool, occupied: bool
-    ) -> tuple[int, Path] | None:
+    def starting_point(self, met: Found) -> tuple[int, Path] | None:
         """The checkpoint to continue from, with everything later than it cut off: this folder's
-        newest (own), else the one given."""
+        newest, else the one given, or that one anyway if it is this folder's own."""
+        own = met.known and not met.inside
         found = self.checkpoints.newest_whole(self.warn) if own else None
-        if given is not None and found is None:
-            if fault := verify(given):
-                raise UserError(f"--run.resume {given}: damaged: {fault}")
-            found = read_json(given / "manifest.json")["step"], given
+        if met.given is not None and found is None:
+            if fault := verify(met.given):
+                raise UserError(f"--run.resume {met.given}: damaged: {fault}")
+            found = read_json(met.given / "manifest.json")["step"], met.given
         step = found[0] if found else 0
         self.checkpoints.forget_after(step)
         for path in [self.metrics, *self.completions.glob("*.jsonl")]:
             if path.exists():
                 cut_back(path, step)
-        if occupied:
+        if met.known:
             self.say(
                 f"continuing {self.path} from " + (f"{found[1]}" if found else "the beginning")
             )
@@ -142,20 +183,13 @@ class RunFolder:
             self.say(f"starting from {found[1]}")
         return found
 
-    def record(
-        self,
-        known: dict[str, Any] | None,
-        config: dict[str, Any],
-        changes: dict[str, tuple[Any, Any]],
-        recipe: Path,
-        world_size: int,
-    ) -> None:
+    def record(self, met: Found, recipe: Path, world_size: int) -> None:
         """Write config.json and the recipe's source beside it."""
         source = recipe.read_bytes() if recipe.is_file() else b""
         digest = hashlib.sha256(source).hexdigest()
         step = self.restore[0] if self.restore else 0
         facts: dict[str, Any] = {
-            "config": config,
+            "config": self.config,
             "recipe": recipe.name,
             "recipe_sha256": digest,
             "id": uuid.uuid4().hex[:12],
@@ -164,10 +198,11 @@ class RunFolder:
             "resumed": [],
         }
         name = recipe.name
+        known = met.known
         if known is not None:
             facts["id"], facts["resumed"] = known["id"], known["resumed"]
             event: dict[str, Any] = {"step": step, "world_size": world_size}
-            event["changes"] = {key: list(pair) for key, pair in changes.items()}
+            event["changes"] = {key: list(pair) for key, pair in met.changes.items()}
             if known["recipe_sha256"] != digest:
                 name = f"{recipe.stem}-from-step-{step:06d}{recipe.suffix}"
                 self.warn(
@@ -200,8 +235,9 @@ class RunFolder:
             "host": socket.gethostname(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+        facts |= {name: value for name, value in more.items() if value is not None}
         try:
-            write_json(self.path / "status.json", facts | more, sync=state != "running")
+            write_json(self.path / "status.json", facts, sync=state != "running")
         except OSError:
             if state != "running":
                 self.warn(f"{self.path / 'status.json'} could not be written")
@@ -229,6 +265,21 @@ class RunFolder:
 
     def shown_samples(self) -> list[dict[str, Any]]:
         return read_lines(self.completions / "shown.jsonl")
+
+
+def as_json(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as a file gives it back: tuples are lists, paths are text."""
+    return json.loads(json.dumps(config, default=str))
+
+
+def profile_window(text: str) -> tuple[int, int] | None:
+    """First and last step of --run.profile."""
+    if not text:
+        return None
+    first, colon, last = text.partition(":")
+    if not (first.isdigit() and (last.isdigit() or not colon)) or int(last or first) < int(first):
+        raise UserError(f"--run.profile {text}: expected FIRST:LAST, such as 3:5")
+    return int(first), int(last or first)
 
 
 def given_checkpoint(resume: str) -> Path | None:
