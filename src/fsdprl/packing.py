@@ -74,27 +74,26 @@ def balance(costs: Sequence[float], units: Sequence[int], ranks: int) -> list[in
         raise ValueError(f"rows need at least 1 rank, got {ranks}")
     if len(costs) != len(units):
         raise ValueError(f"{len(costs)} costs for {len(units)} rows")
-    # A plan is (-spread, first unit as tie-break, shares), a share (cost, rows); dearest first.
+    # A plan is (-spread, first unit as tie-break, shares): its ranks with rows as (-cost, rows),
+    # dearest first. Ranks still empty are left out, or merging would cost `ranks` each time.
     plans = []
     for number, rows in enumerate(_units_in_order(units)):
         cost = float(sum(costs[row] for row in rows))
-        shares = [(cost, rows)] + [(0.0, [])] * (ranks - 1)
-        spread = cost if ranks > 1 else 0.0
-        plans.append((-spread, number, shares))
+        plans.append((-cost if ranks > 1 else 0.0, number, [(-cost, rows)]))
     heapq.heapify(plans)
     while len(plans) > 1:
         _, number, dear = heapq.heappop(plans)
         _, other, cheap = heapq.heappop(plans)
-        merged = [
-            (a_cost + b_cost, a_rows + b_rows)
-            for (a_cost, a_rows), (b_cost, b_rows) in zip(dear, reversed(cheap), strict=True)
-        ]
-        merged.sort(key=lambda share: (-share[0], -len(share[1]), share[1]))
-        heapq.heappush(plans, (merged[-1][0] - merged[0][0], min(number, other), merged))
+        alone = max(ranks - len(cheap), 0)  # the dearest of `dear` meet an empty rank
+        merged = dear[:alone] + cheap[: max(ranks - len(dear), 0)]
+        for (a_cost, a_rows), (b_cost, b_rows) in zip(dear[alone:], cheap[::-1], strict=False):
+            merged.append((a_cost + b_cost, a_rows + b_rows))
+        merged.sort()
+        cheapest = merged[-1][0] if len(merged) == ranks else 0.0
+        heapq.heappush(plans, (merged[0][0] - cheapest, min(number, other), merged))
     rank_of = [0] * len(costs)
     shares = plans[0][2] if plans else []
-    filled = sorted((min(rows), rows) for _, rows in shares if rows)
-    for rank, (_, rows) in enumerate(filled):
+    for rank, rows in enumerate(sorted(sorted(rows) for _, rows in shares)):
         for row in rows:
             rank_of[row] = rank
     return rank_of
