@@ -1,0 +1,167 @@
+"""Every loss on whatever ranks there are: values, metrics, gradient norm and the model after one step, as JSON.
+
+The rows are uneven, and more ranks than some minibatch has rows: some ranks run empty microbatches.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fsdprl as rl
+from fsdprl.controller import current
+from fsdprl.losses import RowLoss
+from fsdprl.segments import row_count, segment_mean
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = ""
+    data: str = ""
+    out: str = ""
+    dtype: str = "float64"
+    budgets: tuple[int, ...] = (4096, 40)
+    run: rl.RunOptions = field(default_factory=rl.RunOptions)
+
+
+def wave(ids, example, *, salt: float):
+    """A number in (-1, 1) for each token that depends on the row and the token alone."""
+    return torch.sin(ids.double() * (1.7 + salt) + example.double() * 3.1 + salt)
+
+
+def shifted(logp, bump, *, scale: float):
+    """Log-probs as if another policy had made them."""
+    return logp + scale * bump
+
+
+def row_square(logp, segment):
+    """A row-level loss of our own: the squared mean log-prob of a row."""
+    mean = segment_mean(logp, segment, row_count(segment))
+    return RowLoss(mean.square(), {"mean_logp": mean.detach()})
+
+
+def reweighed(logp, logp_old, advantage, importance):
+    """A token weight beside the sample weight."""
+    return rl.losses.reweigh(rl.losses.policy_gradient(logp, advantage), importance.exp())
+
+
+POLICY_LOSSES = {
+    "surrogate": partial(rl.losses.clipped_surrogate, clip_low=0.05, clip_high=0.1),
+    "dual_clip": partial(rl.losses.clipped_surrogate, clip_low=0.05, clip_high=0.1, dual_clip=1.2),
+    "gspo": rl.losses.gspo_surrogate,
+    "cispo": partial(rl.losses.cispo_loss, ratio_high=1.1),
+    "policy_gradient": rl.losses.policy_gradient,
+    "reweighed": reweighed,
+    "distill": partial(rl.losses.distill_loss),
+    "kl_k1": partial(rl.losses.kl_penalty, coef=0.1, kind="k1"),
+    "kl_k2": partial(rl.losses.kl_penalty, coef=0.1, kind="k2"),
+    "kl_k3": partial(rl.losses.kl_penalty, coef=0.1, kind="k3"),
+    "kl_abs": partial(rl.losses.kl_penalty, coef=0.1, kind="abs"),
+    "entropy": partial(rl.losses.entropy_bonus, coef=0.01),
+    "sft": rl.losses.sft_loss,
+    "row_square": row_square,
+}
+PAIR_LOSSES = (
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "apo_zero",
+    "sppo_hard",
+    "nca_pair",
+    "sigmoid_norm",
+)
+
+
+def main(cfg: Config) -> None:
+    form = rl.ExampleFormat(path=cfg.data, tokenizer_path=cfg.model, max_length=512)
+    examples = rl.Examples(form).measure()
+    model = {"dtype": cfg.dtype, "optimizer": {"kind": "sgd"}}
+    policy = rl.Policy(cfg.model, **model)
+    critic = rl.Critic(cfg.model, **model, seed=3)
+    policy.save(Path(cfg.out) / "policy")
+    critic.save(Path(cfg.out) / "critic")
+    batch = make_batch(examples, policy, critic)
+    results = {}
+    for budget in cfg.budgets:
+        for network in (policy, critic):
+            network.sharding = dataclasses.replace(network.sharding, tokens_per_microbatch=budget)
+        for name, (network, part, losses) in cases(batch, policy, critic).items():
+            results[f"{name} budget {budget}"] = one_step(network, part, losses, cfg)
+    (Path(cfg.out) / f"{current().world_size}.json").write_text(json.dumps(results))
+
+
+def make_batch(examples, policy, critic) -> rl.Batch:
+    """All rows of the file with every column a loss may want, on the ranks a rebalance gave them."""
+    batch = examples.load(examples.indices)
+    count = len(batch)
+    order = torch.arange(count, dtype=torch.float64)
+    batch["advantage"] = torch.sin(order * 1.3)
+    batch["temperature"] = 1.0 - 0.3 * (order % 2)
+    batch["unit"] = torch.arange(count) // 2
+    batch["chosen"] = torch.arange(count) % 2 == 0
+    policy.logprobs(batch, out="now", entropy="entropy_old")
+    critic.values(batch, out="value_now")
+    for i, name in enumerate(("logp_old", "logp_ref", "logp_teacher", "importance")):
+        batch.apply(partial(wave, salt=float(i)), out="bump")
+        batch.apply(partial(rename, scale=0.2), out=name)
+    batch.apply(partial(wave, salt=9.0), out="returns")
+    batch.apply(partial(value_before, scale=0.3), out="value_old")
+    batch.rebalance(2, seed=1)
+    return batch
+
+
+def rename(now, bump, *, scale: float):
+    return shifted(now, bump, scale=scale)
+
+
+def value_before(value_now, returns, *, scale: float):
+    return value_now + scale * returns
+
+
+def cases(batch, policy, critic):
+    """name -> (network, batch with its weights, losses)."""
+    tokens = batch["loss_tokens"]
+    batch["weight"] = rl.weights.token_mean(tokens)
+    found = {name: (policy, batch[:], loss) for name, loss in POLICY_LOSSES.items()}
+    found["value"] = (critic, batch[:], partial(rl.losses.value_loss, clip=0.1))
+    surrogate = POLICY_LOSSES["surrogate"]
+    found["several"] = (
+        policy,
+        batch[:],
+        [surrogate, POLICY_LOSSES["kl_k3"], POLICY_LOSSES["entropy"]],
+    )
+    for name, weight in {
+        "sequence_mean": rl.weights.sequence_mean(tokens),
+        "fixed_length": rl.weights.fixed_length(tokens, 64),
+        "some_left_out": rl.weights.token_mean(tokens, keep=torch.arange(len(batch)) % 3 != 0),
+        "one_row": rl.weights.token_mean(tokens, keep=torch.arange(len(batch)) == 4),
+        "none_left": torch.zeros(len(batch), dtype=torch.float64),
+    }.items():
+        part = batch[:]
+        part["weight"] = weight
+        found[name] = (policy, part, surrogate)
+    pairs = batch[:]
+    pairs["weight"] = rl.weights.row_mean(tokens)
+    for name in PAIR_LOSSES:
+        found[f"pair {name}"] = (policy, pairs, partial(rl.preference.dpo_loss, losses=[name]))
+    return found
+
+
+def one_step(network, batch, losses, cfg: Config) -> dict:
+    """Loss, metrics and gradient norm; then plain gradient descent and every row's sum under the moved model."""
+    metrics = network.forward_backward(batch, losses)
+    metrics |= network.optim_step(lr=0.5, max_grad_norm=0.0)
+    if network.kind == "policy":
+        network.logprobs(batch, out="after")
+    else:
+        network.values(batch, out="after")
+    network.load(Path(cfg.out) / network.name)
+    return metrics | {f"row {i}": x for i, x in enumerate(batch.row_sum("after").tolist())}
+
+
+if __name__ == "__main__":
+    rl.launch(main, Config)

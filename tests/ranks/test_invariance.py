@@ -1,0 +1,92 @@
+"""Signature test: a loss, its gradient and the step it makes do not depend on ranks, microbatches or placement."""
+
+import functools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from jobs import HERE, Job
+
+from tests import tiny
+
+pytestmark = pytest.mark.ranks
+
+
+@functools.cache
+def results(folder: Path, kind: str, ranks: int, dtype: str) -> dict[str, dict[str, float]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    data, draw = folder / "rows.jsonl", random.Random(0)
+    rows = [
+        {
+            "prompt": "p" * draw.randint(1, 9),
+            "completion": "abcdefgh"[: draw.randint(1, 8)] * draw.randint(1, 5),
+        }
+        for _ in range(10)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        str(HERE / "invariance.py"),
+        "--model",
+        str(tiny.checkpoint(kind)),
+        "--data",
+        str(data),
+        "--out",
+        str(folder),
+    ]
+    end = Job([*words, "--dtype", dtype], ranks=ranks).end(timeout_s=170)
+    assert end.code == 0, end.err
+    return json.loads((folder / f"{ranks}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("invariance")
+
+
+def compare(one: dict, other: dict, tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for case in one:
+        for name, value in one[case].items():
+            assert other[case][name] == pytest.approx(value, rel=tolerance, abs=tolerance), (
+                case,
+                name,
+            )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_float64(folder: Path, ranks: int):
+    alone = results(folder / "64", "qwen2_tied", 1, "float64")
+    compare(alone, results(folder / "64", "qwen2_tied", ranks, "float64"), 1e-10)
+
+
+def test_microbatches(folder: Path):
+    alone = results(folder / "64", "qwen2_tied", 1, "float64")
+    big = {name: case for name, case in alone.items() if name.endswith("budget 4096")}
+    small = {
+        name.replace("budget 40", "budget 4096"): case
+        for name, case in alone.items()
+        if name.endswith("budget 40")
+    }
+    compare(big, small, 1e-10)
+
+
+def test_losses_move_the_model_and_differ(folder: Path):
+    """The comparison would hold for a model that never moves: it does move, by each loss differently."""
+    alone = results(folder / "64", "qwen2_tied", 1, "float64")
+    moved = {name: case["row 4"] for name, case in alone.items() if "4096" in name}
+    assert alone["none_left budget 4096"]["actor/grad_norm"] == 0.0
+    rest = [value for name, value in moved.items() if not name.startswith("none_left")]
+    assert len(set(rest)) >= len(rest) - 1  # kl_abs and a sign may coincide; nothing else does
+    assert all(
+        case[name] > 0
+        for case_name, case in alone.items()
+        if "none_left" not in case_name
+        for name in case
+        if name.endswith("grad_norm")
+    )
+
+
+def test_float32_on_two_ranks(folder: Path):
+    alone = results(folder / "32", "qwen3", 1, "float32")
+    compare(alone, results(folder / "32", "qwen3", 2, "float32"), 1e-5)
