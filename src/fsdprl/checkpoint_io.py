@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.checkpoint_save import (
@@ -27,9 +27,9 @@ from fsdprl.checkpoint_save import (
     write_snapshot,
 )
 from fsdprl.errors import UserError
-from fsdprl.hf_layout import HfLayout, Item, class_name, hf_items
+from fsdprl.hf_layout import HfLayout, Item, class_name, hf_items, layout_of
 from fsdprl.safetensors_file import Stored, open_file, read_stored, stored_files
-from fsdprl.shards import LocalShard, model_shards, tensor_shards
+from fsdprl.shards import LocalShard, tensor_shards
 
 __all__ = [
     "SavePlan",
@@ -62,14 +62,14 @@ def load_weights(model: Any, path: str | Path) -> list[str]:
     """
     folder = find_checkpoint(str(path)).folder
     stored = read_stored(stored_files(folder))
-    shards = model_shards(model)
-    layout = HfLayout(model.hf, shards)
+    layout = layout_of(model)
+    shards = layout.shards
     matched = {param: layout.present(param, stored) for param in shards}
     fresh = [param for param, found in matched.items() if not found]
     items = [item for found in matched.values() for items in found for item in items]
     new_head = getattr(model, "kind", "policy") != "policy"
-    _check_missing(model.hf, layout, folder, stored, fresh, new_head)
-    _check_unexpected(model.hf, layout, folder, stored, items, new_head)
+    _check_missing(layout, folder, stored, fresh, new_head)
+    _check_unexpected(layout, folder, stored, items, new_head)
     _check_shapes(items, stored)
     first = [item for found in matched.values() if found for item in found[0]]
     for item, values in _local_parts(first, shards, stored):
@@ -109,14 +109,13 @@ def load_tensors(tensors: ANY_TENSORS, path: str | Path, *, stem: str = "optimiz
 
 
 def _check_missing(
-    hf: nn.Module,
     layout: HfLayout,
     folder: Path,
     stored: Mapping[str, Stored],
     fresh: list[str],
     new_head: bool,
 ) -> None:
-    ignored = _matcher(getattr(hf, "_keys_to_ignore_on_load_missing", None))
+    ignored = _matcher(getattr(layout.hf, "_keys_to_ignore_on_load_missing", None))
     missing = [
         item.name
         for param in fresh
@@ -127,12 +126,11 @@ def _check_missing(
     if missing:
         raise UserError(
             f"{folder} lacks {_few(missing)} (it has {len(stored)} tensors, and its config.json "
-            f"describes a {class_name(hf)}); do config.json and the weights belong together?"
+            f"describes a {class_name(layout.hf)}); do config.json and the weights belong together?"
         )
 
 
 def _check_unexpected(
-    hf: nn.Module,
     layout: HfLayout,
     folder: Path,
     stored: Mapping[str, Stored],
@@ -140,7 +138,7 @@ def _check_unexpected(
     new_head: bool,
 ) -> None:
     used = {item.name for item in items}
-    declared = getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ()
+    declared = getattr(layout.hf, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = _matcher([*declared, r"rotary_emb\.inv_freq$"])
     unexpected = [
         f"{name} ({where.file.name})"
@@ -149,7 +147,7 @@ def _check_unexpected(
     ]
     if unexpected:
         raise UserError(
-            f"{folder} holds tensors that a {class_name(hf)} does not have: "
+            f"{folder} holds tensors that a {class_name(layout.hf)} does not have: "
             f"{_few(unexpected)}; do config.json and the weights belong together?"
         )
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdprl.checkpoint_files import find_checkpoint
-from fsdprl.hf_layout import HfLayout, Item, class_name
+from fsdprl.hf_layout import HfLayout, Item, class_name, layout_of
 from fsdprl.safetensors_file import (
     INDEX,
     SINGLE,
@@ -84,14 +84,14 @@ def save_plan(
     class; otherwise config.json is the source's to the byte, unless `dtype` changes it.
     Raises UserError if the source is no safetensors checkpoint.
     """
-    shards = model_shards(model)
-    layout = HfLayout(model.hf, shards)
+    layout = layout_of(model)
     wanted = as_dtype(dtype) if dtype is not None else None
     if source is None:
-        items = [item for param in shards for item in layout.canonical(param)]
-        entries = [_entry(item, wanted or _dtype(shards, item)) for item in items]
+        entries = [
+            _entry(item, wanted or layout.shards[item.param].local.dtype) for item in layout.items()
+        ]
         layouts = split_by_size(SINGLE.removesuffix(".safetensors"), entries, FILE_BYTES)
-        config = _config({}, model.hf, wanted, new_head=True)
+        config = _config({}, layout.hf, wanted, new_head=True)
         index = _index(layouts, {}) if len(layouts) > 1 else {}
         return SavePlan(tuple(layouts), {"config.json": config, **index}, {})
     folder = find_checkpoint(str(source)).folder
@@ -100,7 +100,7 @@ def save_plan(
     layouts = [FileLayout.of(file, group) for file, group in entries.items()]
     config = (folder / "config.json").read_bytes()
     if new_head or wanted is not None:
-        config = _config(json.loads(config), model.hf, wanted, new_head=new_head)
+        config = _config(json.loads(config), layout.hf, wanted, new_head=new_head)
     texts = {"config.json": config}
     if (folder / INDEX).is_file():
         texts |= _index(layouts, json.loads((folder / INDEX).read_text()).get("metadata") or {})
@@ -137,10 +137,6 @@ def _entries_of_source(
 
 def _entry(item: Item, dtype: torch.dtype) -> Entry:
     return Entry(item.name, dtype, item.shape, item.param, item.start)
-
-
-def _dtype(shards: Mapping[str, LocalShard], item: Item) -> torch.dtype:
-    return shards[item.param].local.dtype
 
 
 def _index(layouts: list[FileLayout], metadata: dict[str, Any]) -> dict[str, bytes]:
@@ -229,7 +225,8 @@ def narrowed_tensors(model: Any, plan: SavePlan) -> dict[str, Tensor]:
     `save_tensors` and, filled in place, `load_tensors`.
     """
     stored = {entry.param: entry.dtype for layout in plan.layouts for entry in layout.entries}
-    named = ((clean_name(name), value) for name, value in model.hf.named_parameters())
+    hf = getattr(model, "hf", model)
+    named = ((clean_name(name), value) for name, value in hf.named_parameters())
     return {name: value for name, value in named if stored[name] != value.dtype}
 
 
@@ -238,7 +235,9 @@ def _shards_of(model: Any) -> dict[str, LocalShard]:
 
 
 def _is_lead(model: Any) -> bool:
-    return is_lead(model.values() if isinstance(model, Mapping) else model.hf.parameters())
+    return is_lead(
+        model.values() if isinstance(model, Mapping) else getattr(model, "hf", model).parameters()
+    )
 
 
 def _chunks(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdprl.hf_layout import HfLayout
-from fsdprl.shards import LocalShard, as_dtype, model_shards
+from fsdprl.hf_layout import layout_of
+from fsdprl.shards import LocalShard, as_dtype
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 CHUNK_BYTES = 1 << 20  # cast at a time: stays in cache
@@ -34,9 +34,8 @@ def shard_checksums(
     Equal to `tensor_checksum` of what `weight_stream` yields under the same name. One all-reduce of
     an integer per tensor over `group` (None: the model's shard axis); all its ranks call it.
     """
-    shards = model_shards(model)
-    layout = HfLayout(model.hf, shards)
-    items = [item for param in shards for item in layout.canonical(param)]
+    layout = layout_of(model)
+    shards, items = layout.shards, layout.items()
     axis = next((shard.axis for shard in shards.values() if shard.axis is not None), None)
     device = next(iter(shards.values())).local.device if shards else torch.device("cpu")
     sums = torch.zeros(len(items), dtype=torch.int64, device=device)

@@ -46,6 +46,7 @@ class HfLayout:
     """The checkpoint tensors of each parameter of a transformers model."""
 
     def __init__(self, hf: nn.Module, shards: dict[str, LocalShard]) -> None:
+        self.hf = hf
         self.shards = shards
         self.tied = tied_names(hf)
         self.base = f"{getattr(hf, 'base_model_prefix', '')}."
@@ -71,6 +72,10 @@ class HfLayout:
             if len(shape) >= 2 and any(param.endswith(pattern) for pattern in fused):
                 return self._expert_items(backward, param, shape)
         return [Item(self._renamed(param), shape, param, 0)]
+
+    def items(self) -> list[Item]:
+        """The canonical tensors of all parameters, in the model's order."""
+        return [item for param in self.shards for item in self.canonical(param)]
 
     def candidates(self, param: str) -> list[list[Item]]:
         """What a checkpoint may hold instead of this parameter, the likeliest first.
@@ -129,11 +134,14 @@ def class_name(hf: nn.Module) -> str:
     return next(kind.__name__ for kind in type(hf).__mro__ if not issubclass(kind, FSDPModule))
 
 
+def layout_of(model: Any) -> HfLayout:
+    """The layout of `model.hf`, or of a transformers model by itself, with this rank's shards."""
+    return HfLayout(getattr(model, "hf", model), model_shards(model))
+
+
 def hf_items(model: Any) -> list[Item]:
     """Every tensor of `model.hf` as engines and published checkpoints name it, in the model's order.
 
     A tied weight appears once, under the embedding's name.
     """
-    shards = model_shards(model)
-    layout = HfLayout(model.hf, shards)
-    return [item for param in shards for item in layout.canonical(param)]
+    return layout_of(model).items()

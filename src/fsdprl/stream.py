@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdprl.checksum import sent_dtype, shard_checksums, tensor_checksum
-from fsdprl.hf_layout import HfLayout, Item
-from fsdprl.shards import LocalShard, ShardAxis, model_shards
+from fsdprl.hf_layout import Item, layout_of
+from fsdprl.shards import LocalShard, ShardAxis
 
 __all__ = ["Bucket", "shard_checksums", "tensor_checksum", "weight_stream"]
 
@@ -82,10 +82,10 @@ def weight_stream(
     device: where tensors are made (None: the mesh's accelerator, or CPU).
     Extra memory: the bucket, and buffers of at most 2 * 16 MB.
     """
-    shards = model_shards(model)
-    layout = HfLayout(model.hf, shards)
+    layout = layout_of(model)
+    shards = layout.shards
     axis = next((shard.axis for shard in shards.values() if shard.axis is not None), None)
-    home = torch.device(axis.device_type) if axis else next(model.hf.parameters()).device
+    home = torch.device(axis.device_type) if axis else next(layout.hf.parameters()).device
     target = device or home
     windows = [
         window
