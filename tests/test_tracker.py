@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,7 +174,7 @@ import json
 from types import SimpleNamespace
 
 class Api:
-    def __init__(self, api_key=None): self.api_key = None
+    def __init__(self): raise RuntimeError("No API key configured")
 
 def init(**given):
     out = open({path!r}, "a")
@@ -191,6 +192,23 @@ def test_wandb_is_offline_without_a_key_and_keeps_its_run(
     (tmp_path / "wandb.py").write_text(WANDB.format(path=str(got)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a server answers, and there is no key
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        wandb_offline(tmp_path, got)
+
+
+def test_wandb_is_offline_without_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    got = tmp_path / "got"
+    online = WANDB.replace('raise RuntimeError("No API key configured")', 'self.api_key = "k"')
+    (tmp_path / "wandb.py").write_text(online.format(path=str(got)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+    wandb_offline(tmp_path, got)
+
+
+def wandb_offline(tmp_path: Path, got: Path) -> None:
     warnings: list[str] = []
     tracker = trackers(tmp_path, warnings, "wandb")
     tracker.log(3, {"a": 1.0, "nan": None})

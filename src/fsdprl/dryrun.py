@@ -7,6 +7,7 @@ from typing import Any
 from fsdprl.config import flatten, spelled
 from fsdprl.options import EngineOptions, ShardingOptions
 
+GIB = 2.0**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -58,7 +59,7 @@ def memory_estimate(
     """
     config, total, layer, outside = parameter_counts(path)
     shards = max(1, world // options.replicate)
-    width, gib = BYTES[dtype], 2.0**30
+    width = BYTES[dtype]
     text = config.get_text_config()
     hidden, depth, vocabulary = text.hidden_size, text.num_hidden_layers, text.vocab_size
     tokens = options.tokens_per_microbatch
@@ -80,8 +81,8 @@ def memory_estimate(
         if engine.kind != "vllm":
             parts["built-in engine, replica"] = width * total
     lines = [f"{total / 1e6:,.1f} M parameters over {shards} rank{'s' if shards > 1 else ''}"]
-    lines += [f"{name:<36} {size / gib:8.3f} GiB" for name, size in parts.items()]
-    return [*lines, f"{'a rank, together about':<36} {sum(parts.values()) / gib:8.3f} GiB"]
+    lines += [f"{name:<36} {size / GIB:8.3f} GiB" for name, size in parts.items()]
+    return [*lines, f"{'a rank, together about':<36} {sum(parts.values()) / GIB:8.3f} GiB"]
 
 
 def parameter_counts(path: str) -> tuple[Any, int, int, int]:
