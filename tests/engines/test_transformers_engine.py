@@ -34,7 +34,9 @@ def trained(kind: str, seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def buckets(kind: str, dtype: str = "float32", seed: int = 0, bucket_bytes: int = 4096) -> list[Bucket]:
+def buckets(
+    kind: str, dtype: str = "float32", seed: int = 0, bucket_bytes: int = 4096
+) -> list[Bucket]:
     model = SimpleNamespace(hf=trained(kind, seed))
     return list(weight_stream(model, dtype=dtype, bucket_bytes=bucket_bytes))
 
@@ -175,7 +177,11 @@ def test_end_tokens_come_from_generation_config_and_tokenizer(tmp_path):
     extra = words.convert_tokens_to_ids("x")
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{extra}, 0]}}')
     engine = TransformersEngine(
-        str(tmp_path), EngineOptions(), device=torch.device("cpu"), dtype="float32", max_model_len=64
+        str(tmp_path),
+        EngineOptions(),
+        device=torch.device("cpu"),
+        dtype="float32",
+        max_model_len=64,
     )
     assert engine.stop_ids == sorted([0, extra, END])
     engine.update_weights(iter(buckets("qwen3")), 0)
@@ -211,7 +217,7 @@ def test_answers_end_at_the_longest_sequence():
     assert len(got[2].ids) == 1
     with pytest.raises(UserError, match=r"request 1 .*25 tokens.*--max-new-tokens"):
         engine.generate([requests[0], Request([5] * 25, 0)], Sampling(max_new_tokens=2), quiet)
-    with pytest.raises(UserError, match="request 0 .*0 tokens"):
+    with pytest.raises(UserError, match=r"request 0 .*0 tokens"):
         engine.generate([Request([], 0)], Sampling(max_new_tokens=2), quiet)
 
 
@@ -391,15 +397,13 @@ def test_sliding_windows_are_refused_only_where_they_matter(tmp_path):
     made = config("qwen3", sliding_window=32, use_sliding_window=True, max_window_layers=0)
     path = saved(tmp_path, made)
     assert engine_of(path, 32).max_model_len == 32
-    with pytest.raises(UserError, match="Qwen3.*sliding window of 32"):
+    with pytest.raises(UserError, match=r"Qwen3.*sliding window of 32"):
         engine_of(path, 33)
 
 
 def test_architectures_it_cannot_cache_are_refused_by_name(tmp_path):
     small = {"vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 32}
-    made = AutoConfig.for_model(
-        "mamba", state_size=4, architectures=["MambaForCausalLM"], **small
-    )
+    made = AutoConfig.for_model("mamba", state_size=4, architectures=["MambaForCausalLM"], **small)
     with pytest.raises(UserError, match="Mamba"):
         engine_of(saved(tmp_path, made))
 

@@ -92,12 +92,11 @@ class Replica:
         for bucket in buckets:
             for name, tensor in bucket.tensors:
                 item = wanted.get(name)
-                check_arrival(
-                    name, tensor, item.shape if item else None, name in checksums, self.dtype
-                )
+                holder = holders[item.param].data if item else tensor
+                expected = (item.shape, holder.dtype) if item else None
+                check_arrival(name, tensor, expected, doubled=name in checksums)
                 assert item is not None
-                flat = holders[item.param].data.view(-1)
-                place = flat.narrow(0, item.start, item.numel).view(item.shape)
+                place = holder.view(-1).narrow(0, item.start, item.numel).view(item.shape)
                 place.copy_(tensor)
                 checksums[name] = tensor_checksum(place)
         missing = [name for name in wanted if name not in checksums]
@@ -217,27 +216,28 @@ def refuse_windows(config: Any, max_model_len: int) -> None:
 def check_arrival(
     name: str,
     tensor: Tensor,
-    shape: tuple[int, ...] | None,
+    expected: tuple[tuple[int, ...], torch.dtype] | None,
+    *,
     doubled: bool,
-    dtype: torch.dtype,
 ) -> None:
     """Raise EngineError, naming the tensor, unless it is what the engine waits for.
 
-    shape: the one expected under this name, None if there is none. doubled: it has come before.
+    expected: shape and dtype under this name, None if there is none. doubled: it has come before.
     """
-    if shape is None:
+    if expected is None:
         raise EngineError(f"unexpected weight {name} {tuple(tensor.shape)}: the engine has none")
     if doubled:
         raise EngineError(f"weight {name} came twice in one update")
+    shape, dtype = expected
     if tuple(tensor.shape) != shape:
         raise EngineError(
             f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {shape}"
         )
-    if not tensor.is_floating_point():
-        return
     if tensor.dtype != dtype:
         raise EngineError(f"weight {name} is {tensor.dtype}, the engine's is {dtype}")
-    low, high = (tensor.aminmax()) if tensor.numel() else (tensor.sum(), tensor.sum())
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    low, high = tensor.aminmax()  # NaN passes through either; no temporary of the tensor's size
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise EngineError(f"weight {name} is not finite: NaN or infinity in the trained parameter")
 
