@@ -61,7 +61,11 @@ def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
     train, held_out = load_examples(cfg)
     plan = rl.Plan(
-        rows=len(train), prompts_per_step=cfg.batch_size, steps=cfg.steps, epochs=cfg.epochs
+        rows=len(train),
+        prompts_per_step=cfg.batch_size,
+        steps=cfg.steps,
+        epochs=cfg.epochs,
+        flag="--batch-size",
     )
     policy = rl.Policy(
         cfg.model, sharding=cfg.sharding, dtype=cfg.dtype, optimizer={"betas": (0.9, cfg.beta2)}

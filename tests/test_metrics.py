@@ -97,6 +97,11 @@ def test_plan_from_epochs_and_from_steps():
     assert (long.steps, long.epochs) == (50, 4.0)
 
 
+def test_a_recipe_names_its_own_flag():
+    with pytest.raises(UserError, match="--batch-size 5: --data has only 4 rows"):
+        Plan(rows=4, prompts_per_step=5, steps=1, flag="--batch-size")
+
+
 def test_plan_in_words():
     text = "\n".join(Plan(1000, 64, 8, 3, steps=10).describe())
     assert "64 prompts x 8 = 512 samples, 3 minibatches of 170 to 171 samples" in text

@@ -96,9 +96,12 @@ def test_spans_and_tokens_of_the_step_become_metrics(tmp_path: Path):
         with job.controller.timeline.span("rollout"):
             pass
         job.controller.timeline.count("tokens", 100.0)
+        job.controller.timeline.count("reward/failed", step)
+        job.controller.timeline.count("wire.sent", 7.0)
 
     job.train(2, during=during)
     for row in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert (row["tokens"], row["reward/failed"], row["wire/sent"]) == (100, row["step"], 7)
         assert row["e2e_tps"] == pytest.approx(100 / 2 / row["timing/all"])
         assert row["vllm_tps"] == pytest.approx(100 / 2 / row["timing/rollout"])
         assert 0 <= row["timing/controller_overhead"] <= 1

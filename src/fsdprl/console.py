@@ -17,7 +17,7 @@ from rich.text import Text
 HEADLINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("critic/score/mean", "reward/mean", "reward")),
     ("length", ("response_length/mean", "length/mean")),
-    ("truncated", ("response_length/clip_ratio", "truncated/mean", "truncated")),
+    ("truncated", ("response_length/truncated", "truncated")),
     ("loss", ("actor/pg_loss", "actor/loss", "loss", "critic/loss")),
     ("accuracy", ("actor/acc", "acc")),
     ("kl", ("actor/kl_loss", "actor/ppo_kl", "kl")),
@@ -30,13 +30,14 @@ NOT_PHASES = ("timing/all", "timing/controller_overhead")
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The few numbers worth a glance, by short label; eval metrics keep their names."""
+    """The few numbers worth a glance, by short label; held-out metrics keep their names."""
     found = {}
     for label, names in HEADLINE:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
             found[label] = metrics[name]
-    return found | {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    held_out = {name: metrics[name] for name in metrics if name.startswith(("eval/", "val/"))}
+    return found | held_out
 
 
 def phases(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -96,6 +96,11 @@ def throughput(
     }
 
 
+def counted(counts: Mapping[str, float]) -> dict[str, float]:
+    """Counters of the step as metrics: tokens, reward/failed, wire/sent (bytes), ..."""
+    return {name.replace(".", "/"): amount for name, amount in counts.items()}
+
+
 def jsonable(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON knows no NaN or infinity: they become null."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

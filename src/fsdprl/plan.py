@@ -26,10 +26,12 @@ class Plan:
     """Steps of the whole run; after construction always the resolved number."""
     epochs: float = 0.0
     """Passes over the rows; after construction always what the steps amount to."""
+    flag: str = "--prompts-per-step"
+    """What the recipe calls prompts_per_step, for messages."""
 
     def __post_init__(self) -> None:
         at_least = {
-            "--prompts-per-step": self.prompts_per_step,
+            self.flag: self.prompts_per_step,
             "--group-size": self.group_size,
             "--minibatches": self.minibatches,
         }
@@ -42,13 +44,13 @@ class Plan:
             raise UserError("--data: no rows to train on")
         if self.prompts_per_step > self.rows:
             raise UserError(
-                f"--prompts-per-step {self.prompts_per_step}: --data has only {self.rows} rows "
+                f"{self.flag} {self.prompts_per_step}: --data has only {self.rows} rows "
                 f"to train on; a step takes each at most once"
             )
         if self.minibatches > self.samples:
             raise UserError(
                 f"--minibatches {self.minibatches}: a step has only {self.samples} samples "
-                f"(--prompts-per-step {self.prompts_per_step} x --group-size {self.group_size})"
+                f"({self.flag} {self.prompts_per_step} x --group-size {self.group_size})"
             )
         if not self.steps and not self.epochs:
             raise UserError("--steps or --epochs must say how long to train")
@@ -56,7 +58,7 @@ class Plan:
         if not steps:
             raise UserError(
                 f"--epochs {self.epochs:g}: {self.rows} rows make less than one step of "
-                f"--prompts-per-step {self.prompts_per_step}"
+                f"{self.flag} {self.prompts_per_step}"
             )
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "epochs", steps * self.prompts_per_step / self.rows)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fsdprl import dryrun
 from fsdprl.console import Console, clock, shorten
 from fsdprl.controller import current
-from fsdprl.metrics import StepMetrics, jsonable, throughput, timings
+from fsdprl.metrics import StepMetrics, counted, jsonable, throughput, timings
 from fsdprl.options import RunOptions
 from fsdprl.plan import Plan
 from fsdprl.plots import Plots
@@ -153,11 +153,11 @@ class Run:
         self.trackers.start(self.folder.config, self.folder.facts["id"], self.restored)
         self.began = time.monotonic()
         self.controller.timeline.drain()  # loading is no step
+        self.started = time.perf_counter()
         self.console.start(self.path.name, self.restored, plan.steps)
 
     def _begin_step(self) -> None:
         self.controller.step = self.step
-        self.started = time.perf_counter()
         self.folder.set_status("running", phase="training", **self._progress(self.step))
         if self.profile and self.step == self.profile[0]:
             self.controller.call("profile_start", {}).wait()
@@ -179,11 +179,12 @@ class Run:
 
     def _write_metrics(self, *, sync: bool) -> bool:
         """Close the step's metrics. False if they wait for room on the disk."""
-        end = time.perf_counter()
+        start, end = self.started, time.perf_counter()
+        self.started = end  # what comes after belongs to the next step: none of the time is lost
         spans, counts = self.controller.timeline.drain()
-        seconds = timings(spans, self.started, end)
+        seconds = timings(spans, start, end)
         metrics = self.metrics.merged() | seconds
-        metrics |= throughput(seconds, counts, self.controller.world_size)
+        metrics |= throughput(seconds, counts, self.controller.world_size) | counted(counts)
         self.metrics = StepMetrics()
         self.console.step(self.step, metrics)
         return self._publish(self.step, metrics, sync=sync)
