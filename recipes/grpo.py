@@ -11,7 +11,6 @@ Shapes: P prompts, G answers per prompt, N = P * G samples; S response tokens pa
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import fsdprl as rl
 
@@ -24,7 +23,7 @@ class Config:
     eval_share: float = 0.02  # share of data held out where there is no eval_data
     prompt_key: str = "prompt"  # column of the prompt: a string or chat messages
     answer_key: str = "answer"  # column of the reference answer, for the rewards
-    prompt_format: Literal["auto", "chat", "raw"] = "auto"  # how string prompts are read
+    prompt_format: rl.PromptFormat = "auto"  # how string prompts are read
     chat_template: str = ""  # Jinja file in place of the tokenizer's own template
     system: str = ""  # system prompt, or a file that holds it
     steps: int = 0  # steps to train; 0 takes as many as epochs need
@@ -35,6 +34,7 @@ class Config:
     group_size: int = 8  # G, answers to each prompt
     temperature: float = 1.0  # training divides logits by it too
     max_prompt_length: int = 1024  # tokens; longer prompts are dropped and counted
+    drop_long_prompts: bool = False  # also when they are more than 1 % of data
     max_new_tokens: int = 1024  # most tokens of an answer
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
@@ -77,15 +77,22 @@ def surrogate(logp, logp_old, advantage, *, clip_low: float, clip_high: float):
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
-    train, held_out = load_prompts(cfg)
-    plan = rl.Plan(
-        rows=len(train),
-        prompts_per_step=cfg.prompts_per_step,
-        group_size=cfg.group_size,
-        minibatches=cfg.minibatches,
-        steps=cfg.steps,
-        epochs=cfg.epochs,
+    train, held_out = rl.prompt_sets(
+        cfg.data,
+        cfg.eval_data,
+        cfg.eval_share,
+        tokenizer_path=cfg.model,
+        prompt_key=cfg.prompt_key,
+        answer_key=cfg.answer_key,
+        prompt_format=cfg.prompt_format,
+        chat_template=cfg.chat_template,
+        system=cfg.system,
+        max_prompt_length=cfg.max_prompt_length,
+        drop_long_prompts=cfg.drop_long_prompts,
+        seed=cfg.seed,
     )
+    P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
+    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
         policy,
@@ -103,6 +110,7 @@ def main(cfg: Config) -> None:
         losses.append(partial(rl.losses.kl_penalty, coef=cfg.kl_coef))
     if cfg.entropy_coef:
         losses.append(partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef))
+    limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     run.track(policy=policy)
 
     for step in run.steps(plan):
@@ -111,56 +119,33 @@ def main(cfg: Config) -> None:
             evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
 
         # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
-        batch = sampler.generate(train.at(step, cfg.prompts_per_step), n=cfg.group_size)
+        batch = sampler.generate(train.at(step, P), n=G)
         batch["reward"] = rewards(batch)
-        run.log(
-            rewards.metrics(batch) | batch.summary("reward", "length", "prompt_length", "truncated")
-        )
+        run.log(rewards.metrics(batch))
+        run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
         run.record(batch)
 
         # Center and scale inside each group; a group that agrees teaches nothing and is left out.
-        reward_PG = batch["reward"].view(-1, cfg.group_size)
+        reward_PG = batch["reward"].view(P, G)
         std_P1 = reward_PG.std(dim=1, keepdim=True)
         advantage_PG = (reward_PG - reward_PG.mean(dim=1, keepdim=True)) / (std_P1 + 1e-4)
         batch["advantage"] = advantage_PG.flatten()
         batch = batch[(std_P1 > 0).expand_as(reward_PG).flatten()]  # no rows left: no updates
 
         # Learn. Token columns stay put; ranks trade whole rows once, so that every minibatch is even.
-        batch.rebalance(cfg.minibatches, seed=step)
+        batch.rebalance(K, seed=cfg.seed + step)
         policy.logprobs(batch, out="logp_old")
         if reference:
             reference.logprobs(batch, out="logp_ref")
         lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(cfg.minibatches, seed=step):
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, losses))
-            run.log(
-                policy.optim_step(
-                    lr=lr, weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm
-                )
-            )
+            run.log(policy.optim_step(lr=lr, **limits))
 
     if cfg.eval_every:
         sampler.pull()
         evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
-
-
-def load_prompts(cfg: Config):
-    """Training and held-out prompts."""
-    load = partial(
-        rl.Prompts,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        seed=cfg.seed,
-    )
-    if cfg.eval_data:
-        return load(cfg.data), load(cfg.eval_data, flag="--eval-data")
-    return load(cfg.data).split(cfg.eval_share if cfg.eval_every else 0.0)
 
 
 def evaluate(run, sampler, rewards, prompts) -> None:

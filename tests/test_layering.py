@@ -36,11 +36,11 @@ FLOORS = {
     """,
     # Worker: what a rank does when told.
     "3": """
-        worker serve learn rollout rows grading reward_calls reward_processes reward_server engines
+        worker serve learn rollout rows feeding profiling grading reward_calls reward_processes reward_server engines
     """,
     # Controller: what main() holds.
     "4": """
-        controller launch batch policy sampler prompts examples plan run run_folder run_checkpoints
+        controller launch joining endings breakpoints batch policy sampler scoring prompts examples plan run run_folder run_checkpoints
         metrics tracker console plots dryrun phases
     """,
     # Files and text, for floors 3 and 4 and for recipes.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsdprl import schedules as schedules
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
+    from fsdprl.data.chat import PromptFormat as PromptFormat
     from fsdprl.data.example_rows import ExampleFormat as ExampleFormat
     from fsdprl.errors import RemoteError as RemoteError
     from fsdprl.errors import UserError as UserError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fsdprl.policy import Reference as Reference
     from fsdprl.policy import RewardModel as RewardModel
     from fsdprl.prompts import Prompts as Prompts
+    from fsdprl.prompts import prompt_sets as prompt_sets
     from fsdprl.run import Run as Run
     from fsdprl.sample import Sample as Sample
     from fsdprl.sampler import Sampler as Sampler
@@ -43,6 +45,7 @@ NAMES: dict[str, str] = {
     "Batch": "batch",
     "RemoteError": "errors",
     "UserError": "errors",
+    "PromptFormat": "data.chat",
     "ExampleFormat": "data.example_rows",
     "Examples": "examples",
     "launch": "launch",
@@ -57,6 +60,7 @@ NAMES: dict[str, str] = {
     "Reference": "policy",
     "RewardModel": "policy",
     "Prompts": "prompts",
+    "prompt_sets": "prompts",
     "Run": "run",
     "Sample": "sample",
     "Sampler": "sampler",

@@ -18,7 +18,7 @@ from fsdprl.checkpoint_save import (
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.losses import RowLoss
 from fsdprl.mesh import shard_mesh
-from fsdprl.models import Packed, PackedModel, load_model, pack
+from fsdprl.models import Kind, Packed, PackedModel, load_model, pack
 from fsdprl.optim import Optimizer
 from fsdprl.options import ShardingOptions
 from fsdprl.rows import gather_columns
@@ -46,7 +46,7 @@ def build(
     *,
     model: str,
     path: str,
-    kind: str,
+    kind: Kind,
     sharding: dict,
     dtype: str,
     seed: int,

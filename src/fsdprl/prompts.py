@@ -180,3 +180,16 @@ def plain(value: Any, where: str) -> Any:
     raise UserError(
         f"{where}: a {type(value).__name__} cannot travel to rewards: remove the column"
     )
+
+
+def prompt_sets(
+    data: str, eval_data: str, eval_share: float, **options: Any
+) -> tuple[Prompts, Prompts]:
+    """(prompts to train on, held-out prompts): from eval_data if there is one, else a share of data.
+
+    options: those of Prompts, for both. Raises UserError as it does.
+    """
+    train = Prompts(data, **options)
+    if eval_data:
+        return train, Prompts(eval_data, flag="--eval-data", **options)
+    return train.split(eval_share)

@@ -1,26 +1,14 @@
 """Rewards by name, weighted and summed: what --rewards and --reward-weights mean."""
 
-import difflib
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fsdprl import rewards
 from fsdprl.batch import Batch
 from fsdprl.errors import UserError
-from fsdprl.functions import function_ref
 from fsdprl.options import RewardOptions
-
-BUILT_IN = {
-    "accuracy": "fsdprl.rewards.math:math_accuracy",
-    "numeric": "fsdprl.rewards.numeric:numeric_match",
-    "exact": "fsdprl.rewards.text:exact_match",
-    "contains": "fsdprl.rewards.text:contains_answer",
-    "format": "fsdprl.rewards.text:think_answer_format",
-    "addition": "fsdprl.tasks.addition:reward",
-}
 
 
 class Rewards:
@@ -37,12 +25,12 @@ class Rewards:
         Raises UserError for an unknown name, a function that cannot travel, or a wrong number of weights.
         """
         if not names:
-            raise UserError(f"--rewards: name at least one of {', '.join(BUILT_IN)}")
+            raise UserError("--rewards: name at least one reward")
         if weights and len(weights) != len(names):
             raise UserError(
                 f"--reward-weights has {len(weights)} numbers for {len(names)} --rewards: give one each"
             )
-        self.functions = {name: find_reward(name) for name in names}
+        self.functions = {name: rewards.named(name, flag="--rewards") for name in names}
         self.weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
         self.options = options or RewardOptions()
 
@@ -71,22 +59,3 @@ class Rewards:
         """`{name}_rewards/mean` over the rows that each reward applies to."""
         means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in self.functions}
         return {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
-
-
-def find_reward(name: str) -> Callable[..., Any]:
-    """A built-in reward by its short name, or any importable function as module:function."""
-    path = BUILT_IN.get(name, name)
-    module, _, function = path.partition(":")
-    if not function:
-        close = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(
-            f"--rewards {name}: no such built-in reward{hint} (there are {', '.join(BUILT_IN)}; "
-            f"your own is named as module:function)"
-        )
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"--rewards {name}: {error}") from None
-    function_ref(found)  # refuses what cannot travel by name, now rather than in the first step
-    return found
