@@ -11,7 +11,9 @@ with a payload of about 1 kB. Prints milliseconds (median, 95th percentile, wors
 import argparse
 import json
 import multiprocessing
+import os
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -41,7 +43,7 @@ class Config:
 
 def measure(controller: Controller, rounds: int) -> dict[str, float]:
     """Milliseconds a round trip, and bytes a rank and round trip."""
-    import torch
+    import torch  # late: torchrun's own process and the simulated ranks do without
 
     payload = {"row_ids": torch.arange(64), "weight": torch.ones(64, dtype=torch.float64)}
     for _ in range(5):
@@ -81,10 +83,10 @@ def real(config: Config) -> None:
 def simulate(ranks: range, address: tuple[str, int], endpoint: str, token: bytes) -> None:
     """Many ranks in one process: echo every message, beat every lifeline once a second."""
     raise_file_limit()
-    lines, done = {}, {}
-    poller, channels = zmq.Poller(), {}
+    lines, done, channels = {}, {}, {}
+    poller, context = zmq.Poller(), zmq.Context()
     for rank in ranks:
-        line = Line(endpoint, token, rank)
+        line = Line(endpoint, token, rank, context)
         lines[line.socket] = line, rank
         poller.register(line.socket, zmq.POLLIN)
         channels[rank] = connect(address, token, rank)
@@ -92,8 +94,8 @@ def simulate(ranks: range, address: tuple[str, int], endpoint: str, token: bytes
         line.reply(0, 0.0, encode(None))
     beat = time.monotonic() + BEAT_S
     while True:
-        for socket, _ in poller.poll(1000 * BEAT_S):
-            line, rank = lines[socket]
+        for ready, _ in poller.poll(1000 * BEAT_S):
+            line, rank = lines[ready]
             seq, _, body = line.receive()
             line.reply(seq, 0.0, body)
             done[rank] = seq
@@ -104,8 +106,6 @@ def simulate(ranks: range, address: tuple[str, int], endpoint: str, token: bytes
 
 
 def connect(address: tuple[str, int], token: bytes, rank: int) -> Channel:
-    import socket
-
     channel = Channel(socket.create_connection(address), token)
     channel.send("hello", {"rank": rank, "host": "simulated", "pid": 1 << 30, "files": {}})
     return channel
@@ -144,7 +144,7 @@ def main() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = subprocess.run(
         [*torchrun, str(Path(__file__)), "--rounds", str(options.rounds)],
-        env=None, stdout=subprocess.PIPE, text=True, check=True,
+        stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     show("real", json.loads(job.stdout.splitlines()[-1]))
     result = simulated(options.ranks, options.rounds)
@@ -154,8 +154,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import os
-
     if "RANK" in os.environ:
         launch(real, Config)
     else:

@@ -146,12 +146,12 @@ def test_a_verb_that_raises_fails_every_handle_with_its_traceback(ranks):
 
 
 def test_an_unknown_verb_names_itself(ranks):
-    with pytest.raises(RemoteError, match="KeyError: 'rows.typo'"):
+    with pytest.raises(RemoteError, match=r"KeyError: 'rows\.typo'"):
         ranks(1).controller.call("rows.typo", {}).wait()
 
 
 def test_a_users_mistake_found_on_a_rank_stays_a_users_mistake(ranks):
-    with pytest.raises(UserError, match="^--model x: no such folder$"):
+    with pytest.raises(UserError, match=r"^--model x: no such folder$"):
         ranks(2, {"refuse": refuse}).controller.call("refuse", {}).wait()
 
 
@@ -343,10 +343,8 @@ def test_timeline_drains_spans_and_counts():
 def test_deadlines_of_starting_phases_are_longer():
     jobs = []
     controller = Controller(World(), stall_s=5.0)
-    controller.connect(
-        SimpleNamespace(send=lambda *_: 0),  # type: ignore[arg-type]
-        SimpleNamespace(failure=None, expect=lambda ranks, job: jobs.append(job)),  # type: ignore[arg-type]
-    )
+    controller._wire = SimpleNamespace(send=lambda *_: 0)
+    controller._watch = SimpleNamespace(failure=None, expect=lambda ranks, job: jobs.append(job))
     controller.call("model.build", {}, phase="load")
     controller.call("engine.generate", {}, phase="rollout")
     controller.call("model.save", {}, phase="save", stall_s=7.0)

@@ -62,7 +62,7 @@ def redefined(value):
 first_definition = redefined
 
 
-def redefined(value):  # noqa: F811
+def redefined(value):
     return -value
 
 

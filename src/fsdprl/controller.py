@@ -80,6 +80,7 @@ class Handle:
     sent: float = field(default_factory=time.perf_counter)
     replies: dict[int, Any] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    received: int = 0
 
     def wait(self) -> list[Any]:
         """The replies in rank order, as the ranks were given.
@@ -126,6 +127,7 @@ class Controller:
         self.uninterruptible = False
         self._wire: Wire | None = None
         self._watch: Watch | None = None
+        self._poller = zmq.Poller()
         self._handles: dict[int, Handle] = {}
         self._seq = 0
         self._slow: dict[tuple[str, int], int] = {}
@@ -133,6 +135,8 @@ class Controller:
     def connect(self, wire: Wire, watch: Watch) -> None:
         """Give it the ranks. Without (dry run) there is nobody to call."""
         self._wire, self._watch = wire, watch
+        self._poller.register(wire.socket, zmq.POLLIN)
+        self._poller.register(watch.wake, zmq.POLLIN)
 
     def close(self) -> None:
         if self._wire and self._watch:
@@ -192,25 +196,24 @@ class Controller:
     def pump(self) -> None:
         """Wait for something to happen, and take in the replies that are here."""
         assert self._wire and self._watch
-        poller = zmq.Poller()
-        poller.register(self._wire.socket, zmq.POLLIN)
-        poller.register(self._watch.wake, zmq.POLLIN)
-        poller.poll()
+        self._poller.poll()
         if self._watch.failure:
             raise self._watch.failure
         with self._whole():
             while (reply := self._wire.receive()) is not None:
                 self._take(*reply)
 
-    def _take(self, rank: int, seq: int, seconds: float, body: bytes) -> None:
+    def _take(self, rank: int, seq: int, seconds: float, body: memoryview) -> None:
         assert self._watch
         handle = self._handles[seq]
         handle.replies[rank] = decode(body)
         handle.seconds[rank] = seconds
+        handle.received += len(body)
         self._watch.finished(rank, seq)
-        self.timeline.count("wire.received" if handle.metered else "wire.peek", len(body))
         if len(handle.replies) == len(handle.ranks):
             del self._handles[seq]
+            kind = "wire.received" if handle.metered else "wire.peek"
+            self.timeline.count(kind, handle.received)
             self.timeline.add(handle.phase, handle.sent, time.perf_counter())
             self._warn_of_slow_rank(handle)
 

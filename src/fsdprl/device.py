@@ -34,7 +34,8 @@ def local_device(local_rank: int) -> torch.device:
 def dist_backend() -> str:
     """Backend string for init_process_group: gloo for CPU tensors, the vendor's beside it."""
     kind = device_type()
-    return "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
+    # Not "cpu:gloo": torch 2.13 then finds no default backend and warns when the group is destroyed.
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
 
 
 def set_threads(local_size: int) -> None:

@@ -44,13 +44,15 @@ class Joining:
 
     def rendezvous(self) -> Any:
         """torchrun's store under keys that no earlier run or restart has used; a private one alone."""
-        import torch.distributed as dist  # late: launch refuses bad flags before it pays for torch
+        # Late: launch refuses bad flags before it pays for torch.
+        from torch._C._distributed_c10d import HashStore, PrefixStore
+        from torch.distributed.rendezvous import rendezvous
 
         if not self.world.torchrun:
-            return dist.HashStore()
-        store, _, _ = next(iter(dist.rendezvous("env://")))
+            return HashStore()
+        store, _, _ = next(iter(rendezvous("env://")))
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        return dist.PrefixStore(f"fsdprl/{run}/{self.world.restart}", store)
+        return PrefixStore(f"fsdprl/{run}/{self.world.restart}", store)
 
     def lead(self) -> tuple[Wire, Watch, threading.Thread]:
         """Rank 0: bind, tell the other ranks where, and serve in a second thread."""

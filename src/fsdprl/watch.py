@@ -164,11 +164,15 @@ class Watch(threading.Thread):
     # ---- the thread
 
     def run(self) -> None:
+        next_check = 0.0
         while not self._closed:
             for key, _ in self._selector.select(BEAT_S / 2):
                 with self._lock:
                     self._accept() if key.data is None else self._read(key.data)
             now = time.monotonic()
+            if now < next_check:
+                continue
+            next_check = now + BEAT_S / 2
             with self._lock:
                 self._check(now)
             neglected = self.failure and not (self.taken or self.paused)

@@ -1,7 +1,7 @@
 """Messages between the controller and the ranks: ZMQ ROUTER/DEALER, msgspec msgpack, no pickle.
 
-The controller's message is [token + seq + verb, payload], a rank's reply [token + seq + seconds,
-value]. A message without this run's token, or from an unknown identity, is dropped and counted.
+The controller's message is token, seq, verb and payload; a rank's reply token, seq, seconds and value.
+A message without this run's token, or from an unknown identity, is dropped and counted.
 torch is imported only where a tensor is met: the wire itself must come up fast.
 """
 
@@ -22,9 +22,10 @@ TENSOR, ARRAY = 1, 2
 DTYPES = set(
     "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()  # noqa: SIM905
 )
-_REQUEST = struct.Struct("<Q")
-_REPLY = struct.Struct("<Qd")
+_REQUEST = struct.Struct(f"<{TOKEN_BYTES}sQ40p")
+_REPLY = struct.Struct(f"<{TOKEN_BYTES}sQd")
 _LINGER_MS = 2000
+_MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
 def encode(value: Any) -> bytes:
@@ -69,7 +70,8 @@ def _decode_ext(code: int, data: memoryview) -> Any:
     kind = getattr(torch, dtype)
     if not raw:
         return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
+    flat = torch.frombuffer(bytearray(raw), dtype=kind)
+    return flat if len(shape) == 1 else flat.reshape(shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
@@ -81,8 +83,8 @@ def _identity(token: bytes, rank: int) -> bytes:
     return b"r" + hashlib.blake2b(struct.pack("<q", rank), key=token, digest_size=8).digest()
 
 
-def _socket(kind: int) -> zmq.Socket:
-    socket = zmq.Context().socket(kind)
+def _socket(kind: int, context: zmq.Context | None = None) -> zmq.Socket:
+    socket = (context or zmq.Context()).socket(kind)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
@@ -106,28 +108,37 @@ class Wire:
         """Bytes of messages sent and received; messages dropped for a wrong token or sender."""
 
     def send(self, ranks: Sequence[int], seq: int, verb: str, bodies: Sequence[bytes]) -> int:
-        """Send a verb to each rank; returns the bytes."""
-        head = self.token + _REQUEST.pack(seq) + verb.encode()
+        """Send a verb (at most 39 bytes) to each rank; returns the bytes."""
+        assert len(verb) < 40, verb
+        head = _REQUEST.pack(self.token, seq, verb.encode())
+        amount, last, message = 0, None, b""
         for rank, body in zip(ranks, bodies, strict=True):
-            self.socket.send_multipart((self.identities[rank], head, body))
-        amount = len(ranks) * len(head) + sum(map(len, bodies))
+            if body is not last:
+                last, message = body, head + body
+            self.socket.send(self.identities[rank], _MORE)
+            self.socket.send(message)
+            amount += len(message)
         self.sent += amount
         return amount
 
-    def receive(self) -> tuple[int, int, float, bytes] | None:
+    def receive(self) -> tuple[int, int, float, memoryview] | None:
         """(rank, seq, seconds the verb took, encoded value) of one waiting reply; None if none waits."""
         while True:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                identity = self.socket.recv(_NOBLOCK)
             except zmq.Again:
                 return None
-            rank = self._ranks.get(frames[0])
-            head = frames[1] if len(frames) == 3 else b""
-            if rank is None or not _admitted(head, self.token, _REPLY.size):
+            message = self.socket.recv()
+            rank = self._ranks.get(identity)
+            more = self.socket.getsockopt(zmq.RCVMORE)
+            while more and self.socket.getsockopt(zmq.RCVMORE):
+                self.socket.recv()
+            if rank is None or more or not _admitted(message, self.token, _REPLY.size):
                 self.dropped += 1
                 continue
-            self.received += len(head) + len(frames[2])
-            return rank, *_REPLY.unpack(head[TOKEN_BYTES:]), frames[2]
+            self.received += len(message)
+            _, seq, seconds = _REPLY.unpack_from(message)
+            return rank, seq, seconds, memoryview(message)[_REPLY.size :]
 
     def close(self) -> None:
         self.socket.close()
@@ -136,26 +147,28 @@ class Wire:
 class Line:
     """A rank's end. Used from one thread."""
 
-    def __init__(self, endpoint: str, token: bytes, rank: int) -> None:
+    def __init__(
+        self, endpoint: str, token: bytes, rank: int, context: zmq.Context | None = None
+    ) -> None:
+        """context: to share among many lines of one process; its own (with a thread) otherwise."""
         self.token = token
         self.dropped = 0
-        self.socket = _socket(zmq.DEALER)
+        self.socket = _socket(zmq.DEALER, context)
         self.socket.set(zmq.IDENTITY, _identity(token, rank))
         self.socket.connect(endpoint)
 
-    def receive(self) -> tuple[int, str, bytes]:
+    def receive(self) -> tuple[int, str, memoryview]:
         """Block for the next (seq, verb, encoded payload)."""
         while True:
             frames = self.socket.recv_multipart()
-            head = frames[0]
-            if len(frames) == 2 and _admitted(head, self.token, _REQUEST.size, longer=True):
-                body = head[TOKEN_BYTES:]
-                return *_REQUEST.unpack_from(body), body[_REQUEST.size :].decode(), frames[1]
+            if len(frames) == 1 and _admitted(frames[0], self.token, _REQUEST.size):
+                _, seq, verb = _REQUEST.unpack_from(frames[0])
+                return seq, verb.decode(), memoryview(frames[0])[_REQUEST.size :]
             self.dropped += 1
 
     def reply(self, seq: int, seconds: float, body: bytes) -> None:
         """Answer the verb `seq` with an encoded value."""
-        self.socket.send_multipart((self.token + _REPLY.pack(seq, seconds), body))
+        self.socket.send(_REPLY.pack(self.token, seq, seconds) + body)
 
     def close(self) -> None:
         """Let the last reply out, then close."""
@@ -164,7 +177,5 @@ class Line:
         context.term()
 
 
-def _admitted(head: bytes, token: bytes, size: int, longer: bool = False) -> bool:
-    rest = len(head) - TOKEN_BYTES - size
-    fits = rest >= 0 if longer else rest == 0
-    return fits and hmac.compare_digest(head[:TOKEN_BYTES], token)
+def _admitted(message: bytes, token: bytes, head: int) -> bool:
+    return len(message) >= head and hmac.compare_digest(message[:TOKEN_BYTES], token)

@@ -1,6 +1,5 @@
 """A recipe whose main does one thing, often a bad one, named by --case."""
 
-import bare  # noqa: F401
 import json
 import os
 import signal
@@ -8,6 +7,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import bare  # noqa: F401
 
 from fsdprl import errors, liveness, worker
 from fsdprl.controller import current
