@@ -24,10 +24,10 @@ class Row:
     """msgpack-able facts for rewards and people: prompt, answer, meta, prompt_length, truncated."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """name -> [loss tokens], in order."""
+    loss_tokens: int = field(init=False)
 
-    @property
-    def loss_tokens(self) -> int:
-        return int(self.mask.sum())
+    def __post_init__(self) -> None:
+        self.loss_tokens = int(self.mask.sum())  # asked for again and again, by every verb
 
 
 class Store:
