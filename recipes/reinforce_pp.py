@@ -1,0 +1,154 @@
+"""REINFORCE++: PPO's clip and KL in the reward without a critic; advantages are whitened over the batch.
+
+    torchrun --nproc-per-node 8 recipes/reinforce_pp.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
+        --prompt-key question --answer-key answer
+
+Hu 2025, eq. 5-8. A token's return is the answer's reward minus the KL still to come, whitened over all tokens of the
+batch, so that one answer a prompt is enough. With several, --baseline group first takes the group's mean from the
+reward ("REINFORCE++ baseline").
+
+Shapes: P prompts, G answers per prompt, N = P * G samples; S response tokens packed on a rank.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import fsdprl as rl
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = "Qwen/Qwen3-0.6B"  # Hugging Face checkpoint: a folder or a hub name
+    data: str = "gsm8k_train.jsonl"  # prompts: jsonl, json, csv, parquet, or a hub name
+    eval_data: str = ""  # held-out prompts; empty holds out eval_share of data
+    eval_share: float = 0.02  # share of data held out where there is no eval_data
+    prompt_key: str = "prompt"  # column of the prompt: a string or chat messages
+    answer_key: str = "answer"  # column of the reference answer, for the rewards
+    prompt_format: rl.PromptFormat = "auto"  # how string prompts are read
+    chat_template: str = ""  # Jinja file in place of the tokenizer's own template
+    system: str = ""  # system prompt, or a file that holds it
+    steps: int = 0  # steps to train; 0 takes as many as epochs need
+    epochs: float = 1.0  # passes over data, where steps is 0
+    seed: int = 0  # of data order, sampling and minibatches
+    # sampling
+    prompts_per_step: int = 512  # P
+    group_size: int = 1  # G, answers to each prompt
+    temperature: float = 1.0  # training divides logits by it too
+    max_prompt_length: int = 1024  # tokens; longer prompts are dropped and counted
+    drop_long_prompts: bool = False  # also when they are more than 1 % of data
+    max_new_tokens: int = 1024  # most tokens of an answer
+    rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
+    reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
+    # learning
+    minibatches: int = 2  # optimizer steps per batch of samples; 1 is exactly on-policy
+    lr: float = 1e-6  # learning rate, constant after warm-up
+    warmup_steps: int = 0  # steps of linear warm-up
+    weight_decay: float = 0.0  # decoupled, on matrices only
+    max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
+    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
+    clip_high: float = 0.2  # and at 1 + clip_high
+    kl_coef: float = 0.001  # weight of the KL to the initial model in the reward; 0: no reference
+    gamma: float = 1.0  # discount of what is still to come
+    baseline: Literal["none", "group"] = "none"  # taken from the reward before whitening
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    eval_every: int = 20  # steps between held-out evaluations; 0 for none
+    eval_prompts: int = 256  # most held-out prompts of one evaluation
+    dtype: rl.DType | None = (
+        None  # of the computation; none: bfloat16 on accelerators, float32 on CPU
+    )
+    sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
+    engine: rl.EngineOptions = field(default_factory=rl.EngineOptions)
+    reward: rl.RewardOptions = field(default_factory=rl.RewardOptions)
+    run: rl.RunOptions = field(default_factory=lambda: rl.RunOptions(out="runs/reinforce_pp"))
+
+
+# ---- on the controller: the algorithm
+
+
+def main(cfg: Config) -> None:
+    run = rl.Run(cfg.run)
+    rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
+    train, held_out = rl.prompt_sets(
+        cfg.data,
+        cfg.eval_data,
+        cfg.eval_share,
+        tokenizer_path=cfg.model,
+        prompt_key=cfg.prompt_key,
+        answer_key=cfg.answer_key,
+        prompt_format=cfg.prompt_format,
+        chat_template=cfg.chat_template,
+        system=cfg.system,
+        max_prompt_length=cfg.max_prompt_length,
+        drop_long_prompts=cfg.drop_long_prompts,
+        seed=cfg.seed,
+    )
+    P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
+    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    sampler = rl.Sampler(
+        policy,
+        engine=cfg.engine,
+        max_prompt_length=cfg.max_prompt_length,
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        chat_template=cfg.chat_template,
+        seed=cfg.seed,
+    )
+    losses = [partial(rl.losses.clipped_surrogate, clip_low=cfg.clip_low, clip_high=cfg.clip_high)]
+    reference = None
+    if cfg.kl_coef:
+        reference = rl.Reference(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    if cfg.entropy_coef:
+        losses.append(partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef))
+    limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
+    run.track(policy=policy)
+
+    for step in run.steps(plan):
+        sampler.pull()
+        if cfg.eval_every and step % cfg.eval_every == 0:
+            evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
+
+        # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
+        batch = sampler.generate(train.at(step, P), n=G)
+        batch["reward"] = rewards(batch)
+        run.log(rewards.metrics(batch))
+        run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
+        run.record(batch)
+
+        # The reward lands on a row's last token, the KL to the reference on every token.
+        if cfg.baseline == "group":
+            batch["reward"] = rl.advantages.group_centered(batch["reward"], batch["group"])
+        batch.rebalance(K, seed=cfg.seed + step)
+        policy.logprobs(batch, out="logp_old")
+        reward = rl.advantages.last_token_reward
+        if reference:
+            reference.logprobs(batch, out="logp_ref")
+            reward = partial(rl.advantages.token_reward, kl_coef=cfg.kl_coef)
+        batch.apply(reward, out="token_reward")
+        batch.apply(partial(rl.advantages.discounted_returns, gamma=cfg.gamma), out="advantage")
+        over = batch.reduce("advantage")
+        whiten = partial(rl.advantages.whiten, mean=over.mean, variance=over.var)
+        batch.apply(whiten, out="advantage")
+
+        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+            minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
+            run.log(policy.forward_backward(minibatch, losses))
+            run.log(policy.optim_step(lr=lr, **limits))
+
+    if cfg.eval_every:
+        sampler.pull()
+        evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
+
+
+def evaluate(run, sampler, rewards, prompts) -> None:
+    """Mean reward of one sampled answer to each held-out prompt."""
+    answers = sampler.generate(prompts, phase="eval")
+    answers["reward"] = rewards(answers)
+    run.log({"eval/reward": float(answers["reward"].mean())})
+    run.show(answers.peek(3))
+
+
+if __name__ == "__main__":
+    rl.launch(main, Config)
