@@ -81,7 +81,9 @@ def save_plan(
     most 5 GB with the model's own config. dtype: of all floating-point tensors; None keeps the
     source's (the model's where there is no source).
     A head that the source lacks is added to its last file, and config.json then names the model's
-    class; otherwise config.json is the source's to the byte, unless `dtype` changes it.
+    class; otherwise config.json is the source's to the byte, unless `dtype` changes it. Tensors of
+    the source that the model does not have (a language model's head under a value head, extra
+    prediction layers) are left out.
     Raises UserError if the source is no safetensors checkpoint.
     """
     layout = layout_of(model)

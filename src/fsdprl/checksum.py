@@ -16,7 +16,9 @@ from fsdprl.hf_layout import layout_of
 from fsdprl.shards import LocalShard, as_dtype
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-CHUNK_BYTES = 1 << 20  # cast at a time: stays in cache
+# Cast at a time: on CPU what stays in cache, elsewhere enough work for a kernel.
+CHUNK_BYTES = {"cpu": 1 << 20}
+LARGE_CHUNK_BYTES = 64 << 20
 
 
 def tensor_checksum(tensor: Tensor) -> int:
@@ -64,7 +66,7 @@ def _rows_checksum(flat: Tensor, width: int, first_row: int, dtype: torch.dtype)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     row_bytes = width * dtype.itemsize
     word = next(integer for size, integer in WORDS.items() if row_bytes % size == 0)
-    rows = max(1, CHUNK_BYTES // row_bytes)
+    rows = max(1, CHUNK_BYTES.get(flat.device.type, LARGE_CHUNK_BYTES) // row_bytes)
     for row in range(0, flat.numel() // width, rows):
         part = flat[row * width : (row + rows) * width].to(dtype)
         if part.data_ptr() % word.itemsize:
