@@ -196,6 +196,9 @@ def test_cut_back_to_a_step_and_torn_lines(tmp_path: Path):
     assert path.read_text() == "".join(whole[:3])
     cut_back(path, 0)
     assert path.read_text() == ""
+    path.write_text(whole[0] + whole[1].rstrip())  # whole but for its end: more may be missing
+    cut_back(path, 9)
+    assert path.read_text() == whole[0]
 
 
 def test_a_replaced_file_is_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

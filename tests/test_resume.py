@@ -172,6 +172,29 @@ def test_going_back_to_an_older_checkpoint(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_what_a_run_went_back_from_is_not_met_again(tmp_path: Path):
+    out = tmp_path / "run"
+    Job(out).train()
+    killed_at(out, 3, resume=str(out / "checkpoints" / "step-000002"))
+    job = Job(out).open()
+    assert job.run.restored == 2
+    job.abandon()
+
+
+def test_a_second_model_has_a_folder_of_its_own(tmp_path: Path):
+    out = tmp_path / "run"
+    for steps in (2, 4):
+        job, critic = Job(out, config=CONFIG | {"steps": steps}).open(), Model()
+        job.run.tracked.add("policy", job.model)
+        job.run.track(critic=critic)
+        job.run.track = lambda **_: None
+        job.train(steps, during=lambda step, critic=critic: setattr(critic, "value", step + 100.0))
+    last = out / "checkpoints" / "latest"
+    assert (last / "model.safetensors").read_text() == "4.0"
+    assert (last / "critic" / "model.safetensors").read_text() == "103.0"
+    assert (job.model.value, critic.value) == (4.0, 103.0)
+
+
 def test_what_is_tracked_must_be_in_the_checkpoint(tmp_path: Path):
     killed_at(tmp_path / "run", 3)
     job = Job(tmp_path / "run").open()
@@ -283,6 +306,28 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_is_tried_again(tmp_path: Path)
     assert "saving a checkpoint: No space left on device; trying again" in job.said.getvalue()
     assert checkpoints(out) == ["latest", "step-000002", "step-000005"]
     assert steps_of(out / "metrics.jsonl") == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_the_last_checkpoint_is_tried_again_at_once(tmp_path: Path, failures: int):
+    out = tmp_path / "run"
+    job = Job(out, save_every=0)
+    job.train(3, during=lambda step: setattr(job.model, "full", failures if step == 2 else 0))
+    assert verify(out / "checkpoints" / "step-000003") == ""
+    assert steps_of(out / "metrics.jsonl") == [0, 1, 2]
+    assert read_json(out / "status.json")["state"] == "finished"
+
+
+def test_a_run_without_its_last_checkpoint_does_not_count_as_finished(tmp_path: Path):
+    out = tmp_path / "run"
+    job = Job(out, save_every=2)
+    with pytest.raises(UserError, match="3 times in a row"):
+        job.train(3, during=lambda step: setattr(job.model, "full", 9 if step == 2 else 0))
+    job.end("user", "No space left")
+    assert read_json(out / "status.json")["state"] == "failed"
+    again = Job(out).train(3)
+    assert again.run.restored == 2
+    assert verify(out / "checkpoints" / "step-000003") == ""
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_the_old_checkpoint_whole(tmp_path: Path):

@@ -86,6 +86,10 @@ class JsonLines:
         """Whether it is in the file. sync: and on the disk. UserError at the third OSError in a row."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n"
         self._waiting.append(line.encode())
+        return self.flush(sync=sync)
+
+    def flush(self, *, sync: bool = False) -> bool:
+        """Try to write what waits; as `append`."""
         if self._patience.attempt(lambda: self._write(sync)):
             self._waiting.clear()
         return not self._waiting

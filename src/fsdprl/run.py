@@ -69,6 +69,7 @@ class Run:
         self.folder.check_space(str(self.folder.config.get("model", "")))
         self.folder.set_status("running", phase="starting", step=self.restored)
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
+        self.shown = JsonLines(self.folder.completions / "shown.jsonl", self.console.warn)
         self.trackers = Trackers(options.track, self.path, self.console.warn)
         self.plots = Plots(self.path, self.console.warn)
         self.saving = Patience("saving a checkpoint", self.console.warn)
@@ -113,6 +114,9 @@ class Run:
             self._end_step(plan)
             self.step += 1
         self.controller.step = self.step
+        while self.owed:  # no later step will try again
+            part = self._write_checkpoint(self.step)
+            self.owed = not (self.lines.flush(sync=True) and self._commit(part, self.step))
 
     def stop(self) -> None:
         """Make the current step the last one: it is finished, saved, and the run counts as finished."""
@@ -134,10 +138,9 @@ class Run:
         if self.controller.flags.dry_run:
             return
         self.console.show(samples)
-        shown = JsonLines(self.folder.completions / "shown.jsonl", self.console.warn)
         for sample in samples:
             kept = {name: sample[name] for name in SHOWN if name in sample}
-            shown.append({"step": self.step} | kept)
+            self.shown.append({"step": self.step} | kept)
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -171,11 +174,16 @@ class Run:
         due = self.owed or self.stopping or done == plan.steps or (every > 0 and done % every == 0)
         part = self._write_checkpoint(done) if due else None
         written = self._write_metrics(sync=part is not None)
-        if part is not None and written:
-            # The line is on disk before the checkpoint counts: a resumed run misses no step.
-            self.folder.checkpoints.commit(part, done, self.options.keep)
-            self.plots.draw()
-        self.owed = due and not (part is not None and written)
+        self.owed = due and not (written and self._commit(part, done))
+
+    def _commit(self, part: Path | None, done: int) -> bool:
+        """Make a written checkpoint count. The step's line is on the disk by now, so that a run
+        resumed from it misses none."""
+        checkpoints, keep = self.folder.checkpoints, self.options.keep
+        if part is None or not self.saving.attempt(lambda: checkpoints.commit(part, done, keep)):
+            return False
+        self.plots.draw()
+        return True
 
     def _write_metrics(self, *, sync: bool) -> bool:
         """Close the step's metrics. False if they wait for room on the disk."""
