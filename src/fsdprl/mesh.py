@@ -4,6 +4,7 @@ import datetime
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,10 +18,13 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(hours=24)
 one is the controller's to judge, which knows the phase and whether someone sits in a debugger."""
 
 _cpu_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_store: Any = None
 
 
 def init_distributed(world: World, store: dist.Store) -> None:  # pyright: ignore[reportPrivateImportUsage]
     """Start the default process group of all ranks over torchrun's store (or a private one)."""
+    global _store
+    _store = store
     if world.local_size == world.size and any(n == "lo" for _, n in socket.if_nameindex()):
         # one node: loopback works without a network and without a resolvable host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -57,9 +61,35 @@ def cpu_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """
     key = tuple(sorted(ranks))
     if key not in _cpu_groups:
+        everyone = len(key) == dist.get_world_size()
+        if not everyone:
+            _count_groups_alike(key)
         group = dist.new_group(
-            list(key), backend="gloo", timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+            list(key),
+            backend="gloo",
+            timeout=COLLECTIVE_TIMEOUT,
+            use_local_synchronization=not everyone,
         )
         assert isinstance(group, dist.ProcessGroup), "only members of a group may ask for it"
         _cpu_groups[key] = group
     return _cpu_groups[key]
+
+
+def _count_groups_alike(ranks: tuple[int, ...]) -> None:
+    """Let these ranks belong to equally many groups.
+
+    torch names a group that only its members make after their ranks and the number of groups that
+    each of them is in already. Where that differs, they wait for one another under different names,
+    forever. Ranks that are behind join groups of themselves alone.
+    """
+    assert _store is not None, "init_distributed comes first"
+    me = dist.get_rank()
+    name = "fsdprl/groups/" + "-".join(map(str, ranks))
+    _store.set(f"{name}/{me}", str(_groups_joined()))
+    most = max(int(_store.get(f"{name}/{rank}")) for rank in ranks)
+    while _groups_joined() < most:
+        dist.new_group([me], backend="gloo", use_local_synchronization=True)
+
+
+def _groups_joined() -> int:
+    return len(dist.distributed_c10d._world.pg_names)

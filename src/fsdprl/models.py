@@ -171,7 +171,8 @@ class PackedModel(nn.Module):
         return output.last_hidden_state[0]
 
     def _score(self, hidden: Tensor) -> Tensor:
-        return self.hf.score(hidden).squeeze(-1).to(_wide(self.dtype))
+        # one label: the sum only drops the dimension, and unlike a view FSDP can hook it safely
+        return self.hf.score(hidden).to(_wide(self.dtype)).sum(-1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -251,7 +252,9 @@ def _empty(folder: Path, kind: Kind, dtype: torch.dtype, device: torch.device) -
             f"{architecture(hf)} does not support flash attention in transformers, so its rows "
             f"cannot be packed: this architecture is not supported"
         )
-    hf.to(dtype).tie_weights()  # init_empty_weights makes two parameters of a tied one
+    hf.tie_weights()  # init_empty_weights makes two parameters of a tied one
+    for parameter in hf.parameters():  # some architectures keep a few in a type of their own
+        parameter.data = parameter.data.to(dtype)
     return hf
 
 

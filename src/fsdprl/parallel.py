@@ -62,7 +62,8 @@ def parallelize(
 def decoder_layers(hf: nn.Module) -> list[nn.Module]:
     """The repeated layers of a transformers model, in order."""
     kinds = set(getattr(hf, "_no_split_modules", None) or ())
-    layers = [module for module in hf.modules() if type(module).__name__ in kinds]
+    # by inheritance: fully_shard puts a class of its own in front of a layer's
+    layers = [m for m in hf.modules() if kinds & {kind.__name__ for kind in type(m).__mro__}]
     if not layers:
         raise UserError(
             f"{type(hf).__name__} names no decoder layers (_no_split_modules): not supported"
