@@ -36,11 +36,11 @@ FLOORS = {
     """,
     # Worker: what a rank does when told.
     "3": """
-        worker serve learn rollout rows feeding profiling grading reward_calls reward_processes reward_server engines
+        worker serve learn rollout rows row_files feeding profiling grading reward_calls reward_processes reward_server engines
     """,
     # Controller: what main() holds.
     "4": """
-        controller launch joining endings breakpoints batch policy sampler scoring prompts examples plan run run_folder run_checkpoints
+        controller launch joining endings breakpoints batch policy sampler scoring resampling prompts examples plan run run_folder run_checkpoints
         metrics tracker console plots dryrun phases
     """,
     # Files and text, for floors 3 and 4 and for recipes.
@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "recipes": {"0", "4", "data", "rewards", "tasks"},
 }
 
-LAZY = {("launch", "serve"), ("launch", "worker")}
+LAZY = {("joining", "serve"), ("joining", "worker")}
 """Inside a function: rank 0's process starts serving, as every rank's does."""
 
 FIRST = (
@@ -191,6 +191,10 @@ def test_no_cycles_among_imports():
         visit(name, ())
 
 
+LONGER = {"ppo": 185}
+"""Lines of recipes that may have more than 160: two networks, each with its flags."""
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_import_only_what_a_reader_should_meet(path):
     public = {target: floor_of(target) for target, _, _ in imports_of(path)}
@@ -198,7 +202,7 @@ def test_recipes_import_only_what_a_reader_should_meet(path):
     modules = {t: f for t, f in public.items() if (SOURCE / t.replace(".", "/")).exists() or f}
     for target, floor in modules.items():
         assert floor in MAY_IMPORT["recipes"], f"{path.name} imports {target} of floor {floor}"
-    assert len(path.read_text().splitlines()) <= 160
+    assert len(path.read_text().splitlines()) <= LONGER.get(path.stem, 160)
 
 
 def test_options_are_parsed_before_torch_is_imported():

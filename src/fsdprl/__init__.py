@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from fsdprl.policy import RewardModel as RewardModel
     from fsdprl.prompts import Prompts as Prompts
     from fsdprl.prompts import prompt_sets as prompt_sets
+    from fsdprl.resampling import GroupPool as GroupPool
     from fsdprl.run import Run as Run
     from fsdprl.sample import Sample as Sample
     from fsdprl.sampler import Sampler as Sampler
+    from fsdprl.schedules import Schedule as Schedule
     from fsdprl.scoring import Rewards as Rewards
 
 NAMES: dict[str, str] = {
@@ -61,7 +63,9 @@ NAMES: dict[str, str] = {
     "RewardModel": "policy",
     "Prompts": "prompts",
     "prompt_sets": "prompts",
+    "GroupPool": "resampling",
     "Run": "run",
+    "Schedule": "schedules",
     "Sample": "sample",
     "Sampler": "sampler",
     "Rewards": "scoring",

@@ -106,20 +106,25 @@ def discounted_returns(token_reward: Tensor, segment: Tensor, *, gamma: float = 
 
 
 def gae(
-    token_reward: Tensor, value: Tensor, segment: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+    token_reward: Tensor,
+    value_old: Tensor,
+    segment: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
 ) -> dict[str, Tensor]:
     """Generalised advantage estimates inside each row (Schulman et al. 2016, eq. 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after a row's last token;
     A_t = delta_t + gamma lam A_{t+1}; returns = A + V, before any whitening.
-    value: V of the state that token t was sampled from. Result: advantage and returns, each [S].
+    value_old: V of the state that token t was sampled from. Result: advantage and returns, each [S].
     """
-    check_shapes(token_reward=token_reward, value=value, segment=segment)
-    after = torch.zeros_like(value)
-    after[:-1] = value[1:]
+    check_shapes(token_reward=token_reward, value_old=value_old, segment=segment)
+    after = torch.zeros_like(value_old)
+    after[:-1] = value_old[1:]
     after = torch.where(is_last(segment), torch.zeros_like(after), after)
-    advantage = _backward_scan(token_reward + gamma * after - value, segment, gamma * lam)
-    return {"advantage": advantage, "returns": advantage + value}
+    advantage = _backward_scan(token_reward + gamma * after - value_old, segment, gamma * lam)
+    return {"advantage": advantage, "returns": advantage + value_old}
 
 
 def _backward_scan(x: Tensor, segment: Tensor, decay: float) -> Tensor:

@@ -15,7 +15,12 @@ from fsdprl.functions import function_ref, positional_names
 from fsdprl.options import RewardOptions
 from fsdprl.packing import balance, minibatch_plan, pack_rows
 
-SHOWN_AS = {"length": "response_length", "truncated": "response_length/truncated"}
+SHOWN_AS = {
+    "length": "response_length",
+    "truncated": "response_length/truncated",
+    "score": "critic/score",
+    "rewards": "critic/rewards",
+}
 """Metric names where they differ from the column's."""
 
 
@@ -69,6 +74,11 @@ class Reduction:
             if self.count > 1
             else 0.0
         )
+
+    def summary(self, name: str) -> dict[str, float]:
+        """mean, max and min as metrics of this name; none of no tokens."""
+        values = {"mean": self.mean, "max": self.max, "min": self.min} if self.count else {}
+        return {f"{name}/{how}": value for how, value in values.items()}
 
 
 class Batch:

@@ -41,6 +41,13 @@ def kl_estimate(
     return kl.clamp(-10, 10) if clamp else kl
 
 
+def log_ratio(logp_old: Tensor, logp_ref: Tensor) -> Tensor:
+    """logp_old - logp_ref, [S]: for Batch.apply. A row's sum estimates its KL to the reference (k1), in nats."""
+    if logp_old.shape != logp_ref.shape:
+        raise ValueError(f"logp_old {tuple(logp_old.shape)} and logp_ref {tuple(logp_ref.shape)}")
+    return logp_old - logp_ref
+
+
 @dataclass
 class FixedKL:
     """A coefficient that stays. Same interface as AdaptiveKL, so that a recipe can hold either."""
@@ -87,3 +94,8 @@ class AdaptiveKL:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.coef = state["coef"]
+
+
+def controller(coef: float, *, target: float = 0.0, horizon: int = 10000) -> FixedKL | AdaptiveKL:
+    """What scales a KL: steered to `target` where there is one, else fixed."""
+    return AdaptiveKL(coef, target=target, horizon=horizon) if target else FixedKL(coef)

@@ -209,6 +209,18 @@ class Critic(Trained):
         """The value of the state before each loss token, into token column `out`."""
         self.run(batch, {"value": out})
 
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Of advantages before they are whitened, returns and values, and how much of the returns' variance the
+        values explain: 1 - var(returns - value_old) / var(returns)."""
+        names = {"advantage": "advantages", "returns": "returns", "value_old": "values"}
+        over = {column: batch.reduce(column) for column in names}
+        metrics = {"critic/vf_explained_var": 0.0}
+        if over["returns"].var > 0:  # GAE's returns - value_old are its advantages
+            metrics["critic/vf_explained_var"] = 1 - over["advantage"].var / over["returns"].var
+        for column, name in names.items():
+            metrics |= over[column].summary(f"critic/{name}")
+        return metrics
+
 
 class RewardModel(Network):
     """A sequence-classification checkpoint that scores whole rows."""

@@ -8,6 +8,8 @@ which is where they stay if the run goes on. (transformers starts warm-up at 0 i
 import math
 from typing import Literal
 
+Schedule = Literal["constant", "linear", "cosine"]
+
 
 def constant(step: int, *, warmup: int = 0) -> float:
     """1 after a linear warm-up of `warmup` steps."""
@@ -29,7 +31,7 @@ def cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> flo
 
 
 def factor(
-    kind: Literal["constant", "linear", "cosine"],
+    kind: Schedule,
     step: int,
     *,
     total: int,

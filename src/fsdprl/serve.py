@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdprl import feeding, learn, profiling, rollout, rows, worker
+from fsdprl import feeding, learn, profiling, rollout, row_files, rows, worker
 from fsdprl.liveness import Lifeline
 from fsdprl.wire import Line, decode, encode
 from fsdprl.worker import Worker
@@ -13,6 +13,7 @@ from fsdprl.worker import Worker
 VERBS: dict[str, Callable[..., Any]] = {
     **worker.VERBS,
     **rows.VERBS,
+    **row_files.VERBS,
     **learn.VERBS,
     **rollout.VERBS,
     **feeding.VERBS,

@@ -1,0 +1,34 @@
+"""Worker verbs over rows in files: what a rank holds of a carried batch, saved with the run and read back."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdprl.exchange import decode_rows, encode_rows
+from fsdprl.worker import Worker
+
+
+def file_of(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank:05d}.rows"
+
+
+def save(worker: Worker, *, rows: Tensor, folder: str) -> None:
+    """Write these rows, in the encoding in which ranks trade them."""
+    if len(rows):
+        encoded = encode_rows([(i, worker.store.rows[i]) for i in rows.tolist()])
+        file_of(folder, worker.world.rank).write_bytes(encoded.numpy().tobytes())
+
+
+def load(worker: Worker, *, folder: str, saved_by: Sequence[int], old: Tensor, new: Tensor) -> None:
+    """Put rows that these ranks saved into the store, under new ids."""
+    names = dict(zip(old.tolist(), new.tolist(), strict=True))
+    for rank in saved_by:
+        data = bytearray(file_of(folder, rank).read_bytes())
+        for row_id, row in decode_rows(torch.frombuffer(data, dtype=torch.uint8)):
+            worker.store.put(names[row_id], row)
+
+
+VERBS: dict[str, Callable[..., Any]] = {"rows.save": save, "rows.load": load}
