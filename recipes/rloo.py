@@ -60,14 +60,6 @@ class Config:
     run: rl.RunOptions = field(default_factory=lambda: rl.RunOptions(out="runs/rloo"))
 
 
-# ---- on the workers: pure functions, sent by name; positional parameters name columns, all [S]
-
-
-def log_ratio(logp_old, logp_ref):
-    """What a row sums to is an estimate of its KL to the reference."""
-    return logp_old - logp_ref
-
-
 # ---- on the controller: the algorithm
 
 
@@ -126,7 +118,7 @@ def main(cfg: Config) -> None:
         policy.logprobs(batch, out="logp_old")
         if reference:
             reference.logprobs(batch, out="logp_ref")
-            batch.apply(log_ratio, out="log_ratio")
+            batch.apply(rl.kl.log_ratio, out="log_ratio")
             batch["kl"] = batch.row_sum("log_ratio")
             batch["reward"] -= cfg.kl_coef * batch["kl"]
             run.log({"actor/kl": batch["kl"].mean()})

@@ -1,0 +1,182 @@
+"""PPO: a critic values every token; advantages come from it; actor and critic learn with clipped losses.
+
+    torchrun --nproc-per-node 8 recipes/ppo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
+        --prompt-key question --answer-key answer
+
+Schulman et al. 2016 (GAE) and 2017; Ouyang et al. 2022 for the KL in the reward. The critic starts from a reward model
+(--critic) or from the policy with a fresh value head. An answer's score is a weighted sum of rules and a reward model,
+either of which may be absent. All models share the devices.
+
+Shapes: P prompts, G answers per prompt, N = P * G samples; S response tokens packed on a rank.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import fsdprl as rl
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = "Qwen/Qwen3-0.6B"  # Hugging Face checkpoint: a folder or a hub name
+    critic: str = ""  # that of a reward or value model; empty: model, with a fresh value head
+    reward_model: str = ""  # a sequence classifier of one label, which scores answers too
+    data: str = "gsm8k_train.jsonl"  # prompts: jsonl, json, csv, parquet, or a hub name
+    eval_data: str = ""  # held-out prompts; empty holds out eval_share of data
+    eval_share: float = 0.02  # share of data held out where there is no eval_data
+    prompt_key: str = "prompt"  # column of the prompt: a string or chat messages
+    answer_key: str = "answer"  # column of the reference answer, for the rewards
+    prompt_format: rl.PromptFormat = "auto"  # how string prompts are read
+    chat_template: str = ""  # Jinja file in place of the tokenizer's own template
+    system: str = ""  # system prompt, or a file that holds it
+    steps: int = 0  # steps to train; 0 takes as many as epochs need
+    epochs: float = 1.0  # passes over data, where steps is 0
+    seed: int = 0  # of data order, sampling, minibatches and a fresh value head
+    # sampling
+    prompts_per_step: int = 512  # P
+    group_size: int = 1  # G, answers to each prompt
+    temperature: float = 1.0  # training divides logits by it too
+    max_prompt_length: int = 1024  # tokens; longer prompts are dropped and counted
+    drop_long_prompts: bool = False  # also when they are more than 1 % of data
+    max_new_tokens: int = 1024  # most tokens of an answer
+    rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function; may be none
+    reward_weights: tuple[float, ...] = ()  # one a reward, the reward model last; none: all 1
+    # learning
+    minibatches: int = 4  # optimizer steps of each pass over a batch
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-6  # peak learning rate of the actor
+    schedule: rl.Schedule = "constant"  # of lr, after warm-up
+    warmup_steps: int = 0  # steps of linear warm-up
+    critic_lr: float = 5e-6  # the critic's
+    critic_schedule: rl.Schedule = "constant"
+    critic_warmup_steps: int = 0
+    critic_only_steps: int = 0  # first steps, in which the actor stays as it is
+    weight_decay: float = 0.01  # decoupled, on matrices only
+    max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
+    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
+    clip_high: float = 0.2  # and at 1 + clip_high
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
+    value_clip: float = 0.2  # how far a value may move from its old one; 0: freely
+    gamma: float = 1.0  # discount of what is still to come
+    lam: float = 0.95  # of GAE: 1 trusts returns, 0 trusts the critic
+    kl_coef: float = 0.0  # weight of the KL to the initial model; 0 loads no reference
+    kl_in: Literal["reward", "loss"] = "reward"  # k1 in each token's reward, or k3 in the loss
+    kl_target: float = 0.0  # nats an answer that kl_coef steers the KL to; 0: it stays
+    kl_horizon: int = 10000  # samples over which it is steered
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    eval_every: int = 20  # steps between held-out evaluations; 0 for none
+    eval_prompts: int = 256  # most held-out prompts of one evaluation
+    dtype: rl.DType | None = None  # of the computation; none: bfloat16, on CPU float32
+    sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
+    engine: rl.EngineOptions = field(default_factory=rl.EngineOptions)
+    reward: rl.RewardOptions = field(default_factory=rl.RewardOptions)
+    run: rl.RunOptions = field(default_factory=lambda: rl.RunOptions(out="runs/ppo"))
+
+
+def main(cfg: Config) -> None:
+    run = rl.Run(cfg.run)
+    train, held_out = rl.prompt_sets(
+        cfg.data,
+        cfg.eval_data,
+        cfg.eval_share,
+        tokenizer_path=cfg.model,
+        prompt_key=cfg.prompt_key,
+        answer_key=cfg.answer_key,
+        prompt_format=cfg.prompt_format,
+        chat_template=cfg.chat_template,
+        system=cfg.system,
+        max_prompt_length=cfg.max_prompt_length,
+        drop_long_prompts=cfg.drop_long_prompts,
+        seed=cfg.seed,
+    )
+    P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
+    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    policy = rl.Policy(cfg.model, **layout)
+    critic = rl.Critic(cfg.critic or cfg.model, seed=cfg.seed, **layout)
+    reference = rl.Reference(cfg.model, **layout) if cfg.kl_coef else None
+    judge = rl.RewardModel(cfg.reward_model, **layout) if cfg.reward_model else None
+    rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward, model=judge)
+    sampler = rl.Sampler(
+        policy,
+        engine=cfg.engine,
+        max_prompt_length=cfg.max_prompt_length,
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        chat_template=cfg.chat_template,
+        seed=cfg.seed,
+    )
+    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    surrogate = partial(rl.losses.clipped_surrogate, dual_clip=cfg.dual_clip or None, **clips)
+    bonus = [partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef)] if cfg.entropy_coef else []
+    value_loss = partial(rl.losses.value_loss, clip=cfg.value_clip or None)
+    gae = partial(rl.advantages.gae, gamma=cfg.gamma, lam=cfg.lam)
+    kl = rl.kl.controller(cfg.kl_coef, target=cfg.kl_target, horizon=cfg.kl_horizon)
+    limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
+    run.track(policy=policy, critic=critic, kl=kl)
+
+    for step in run.steps(plan):
+        sampler.pull()
+        if cfg.eval_every and step % cfg.eval_every == 0:
+            evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
+        batch = sampler.generate(train.at(step, P), n=G)
+        batch["score"] = batch["reward"] = rewards(batch)
+        run.log(rewards.metrics(batch))
+        run.log(batch.summary("score", "length", "prompt_length", "truncated"))
+        run.record(batch)
+
+        # The score lands on an answer's last token, a KL in the reward on every token.
+        batch.rebalance(K, seed=cfg.seed + step)
+        policy.logprobs(batch, out="logp_old")
+        critic.values(batch, out="value_old")
+        losses, token_reward = [surrogate, *bonus], rl.advantages.last_token_reward
+        if reference:
+            reference.logprobs(batch, out="logp_ref")
+            if cfg.kl_in == "reward":
+                token_reward = partial(rl.advantages.token_reward, kl_coef=kl.coef)
+            else:
+                losses.append(partial(rl.losses.kl_penalty, coef=kl.coef))
+            batch.apply(rl.kl.log_ratio, out="log_ratio")
+            seen = float(batch.row_sum("log_ratio").mean())
+            run.log({"actor/kl": seen, "actor/kl_coef": kl.coef})
+            kl.update(seen, len(batch))
+        batch.apply(token_reward, out="token_reward")
+        batch["rewards"] = batch.row_sum("token_reward")
+
+        # Advantages inside each answer; after the returns they are whitened over the whole batch.
+        batch.apply(gae, out=["advantage", "returns"])
+        run.log(batch.summary("rewards") | critic.metrics(batch))
+        over = batch.reduce("advantage")
+        whiten = partial(rl.advantages.whiten, mean=over.mean, variance=over.var)
+        batch.apply(whiten, out="advantage")
+
+        # Learn: the critic, and from step critic_only_steps on the actor.
+        factor = partial(rl.schedules.factor, step=step, total=plan.steps)
+        lr = cfg.critic_lr * factor(cfg.critic_schedule, warmup=cfg.critic_warmup_steps)
+        updates = [(critic, [value_loss], lr)]
+        if step >= cfg.critic_only_steps:
+            lr = cfg.lr * factor(cfg.schedule, warmup=cfg.warmup_steps)
+            updates.append((policy, losses, lr))
+        for network, terms, lr in updates:
+            for i in range(cfg.passes):
+                for minibatch in batch.minibatches(K, seed=cfg.seed + step + i):
+                    minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()
+                    run.log(network.forward_backward(minibatch, terms))
+                    run.log(network.optim_step(lr=lr, **limits))
+
+    if cfg.eval_every:
+        sampler.pull()
+        evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
+
+
+def evaluate(run, sampler, rewards, prompts) -> None:
+    """Mean reward of one sampled answer to each held-out prompt."""
+    answers = sampler.generate(prompts, phase="eval")
+    answers["reward"] = rewards(answers)
+    run.log({"eval/reward": float(answers["reward"].mean())})
+    run.show(answers.peek(3))
+
+
+if __name__ == "__main__":
+    rl.launch(main, Config)
