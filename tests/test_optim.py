@@ -36,7 +36,7 @@ def copies(model):
 
 @pytest.mark.parametrize("architecture", ["qwen2_tied", "qwen3_moe"])
 def test_adamw_equals_torch(architecture):
-    """Three steps with decay on matrices only, clipping, and another rate each step."""
+    """Three steps, decay on matrices only, clipping (torch adds 1e-6 to the norm), changing rates."""
     model = solo.load(tiny.checkpoint(architecture), dtype="float64")
     optimizer = Optimizer(model, betas=(0.9, 0.95), eps=1e-6)
     accumulate(model)
@@ -60,7 +60,7 @@ def test_adamw_equals_torch(architecture):
         assert float(norm) > 1.5
         assert all(parameter.grad is None for parameter in model.parameters())
         for name, value in whole(model).items():
-            torch.testing.assert_close(value, plain[name].detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(value, plain[name].detach(), rtol=0, atol=1e-9)
 
 
 class Toy(nn.Module):
@@ -85,8 +85,8 @@ def test_sgd_by_hand():
     torch.testing.assert_close(
         toy.matrix.data, torch.tensor([[0.95 - 0.3, -1.9 - 0.4]], dtype=torch.float64)
     )
-    assert float(toy.vector) == pytest.approx(3.0 - 1.2)
-    assert float(toy.unused) == 7.0 and float(toy.frozen) == 8.0
+    assert toy.vector.item() == pytest.approx(3.0 - 1.2)
+    assert toy.unused.item() == 7.0 and toy.frozen.item() == 8.0
     assert optimizer.state_tensors().keys() == {"steps"}
 
 
@@ -97,7 +97,7 @@ def test_clipping_by_hand():
         toy.push([3.0, 4.0], 12.0)
         metrics = Optimizer(toy, kind="sgd").step(lr=0.1, max_grad_norm=limit)
         assert metrics["grad_norm"] == 13.0
-        assert float(toy.vector) == pytest.approx(3.0 - 1.2 * share)
+        assert toy.vector.item() == pytest.approx(3.0 - 1.2 * share)
 
 
 def test_first_adamw_step_by_hand():
@@ -108,7 +108,7 @@ def test_first_adamw_step_by_hand():
     optimizer.step(lr=0.01, weight_decay=0.1)
     want = torch.tensor([[0.999 - 0.01, -1.998 + 0.01]], dtype=torch.float64)
     torch.testing.assert_close(toy.matrix.data, want, rtol=0, atol=1e-8)
-    assert float(toy.vector) == pytest.approx(2.99)
+    assert toy.vector.item() == pytest.approx(2.99)
     assert float(optimizer.steps) == 1.0
 
 
