@@ -5,9 +5,8 @@ assistant's turns are learnt; `prompt` and `completion` (texts or messages), of 
 is; and `text`, which is learnt whole.
 """
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,12 +14,10 @@ import numpy.typing as npt
 
 from fsdprl.data import rows as files
 from fsdprl.data.chat import Conversations, Messages, PromptFormat, checked_messages, load_tokenizer
+from fsdprl.data.row_tokens import Parts, RowTokens, TokenRow, too_long
 from fsdprl.errors import UserError
 
 OverLength = Literal["error", "drop", "truncate"]
-
-# The tag by which a template marks what the assistant says.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -48,28 +45,6 @@ class ExampleFormat:
     """Of the file as the controller read it; empty is not compared."""
 
 
-@dataclass(frozen=True, eq=False)
-class TokenRow:
-    """One row to train on."""
-
-    ids: npt.NDArray[np.int32]
-    """Tokens [L]."""
-    mask: npt.NDArray[np.bool_]
-    """Which tokens are learnt, [L]; the first never is."""
-    meta: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a row says, before it has tokens: a conversation, or two texts of which one is learnt."""
-
-    messages: Messages | None = None
-    turns: tuple[int, ...] = ()
-    """Ordinals of the messages that are learnt."""
-    prompt: str = ""
-    completion: str = ""
-
-
 class ExampleRows:
     """The rows of one file, tokenised when they are asked for. Every rank makes its own.
 
@@ -89,7 +64,7 @@ class ExampleRows:
             self.tokenizer, prompt_format=form.prompt_format, system=form.system
         )
         self.kind = self._kind(self._files[0], self._files.where(0))
-        self._marked = bool(_GENERATION.search(str(self.tokenizer.chat_template or "")))
+        self._tokens = RowTokens(self._conversations, form.tokenizer_path)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -126,6 +101,10 @@ class ExampleRows:
         loss_tokens = np.array([row.mask[:limit].sum() for row in found], dtype=np.int32)
         return tokens, loss_tokens
 
+    def _tokenise(self, indices: Sequence[int]) -> list[TokenRow]:
+        places = [self.where(index) for index in indices]
+        return self._tokens.of([self._parts(index) for index in indices], places)
+
     def _kind(self, row: dict[str, Any], where: str) -> str:
         form = self._form
         if form.messages_key in row:
@@ -139,30 +118,30 @@ class ExampleRows:
             f"{form.completion_key!r}, or {form.text_key!r}; the row has {', '.join(row)}"
         )
 
-    def _parts(self, index: int) -> _Parts:
+    def _parts(self, index: int) -> Parts:
         form, row, where = self._form, self._files[index], self._files.where(index)
         if self.kind == "text":
             value = files.field(row, form.text_key, where, "--text-key")
-            return _Parts(completion=_string(value, where, form.text_key))
+            return Parts(completion=_string(value, where, form.text_key))
         if self.kind == "completion":
             prompt = files.field(row, form.prompt_key, where, "--prompt-key")
             completion = files.field(row, form.completion_key, where, "--completion-key")
             said = self._conversations.of(prompt, where, form.prompt_key)
             if isinstance(said, str):
-                return _Parts(
+                return Parts(
                     prompt=said, completion=_string(completion, where, form.completion_key)
                 )
             if isinstance(completion, str):
                 text = _string(completion, where, form.completion_key)
                 completion = [{"role": "assistant", "content": text}]
             messages = said + checked_messages(completion, where, form.completion_key)
-            return _Parts(messages, self._learnt(messages, len(said), where))
+            return Parts(messages, self._learnt(messages, len(said), where))
         value = files.field(row, form.messages_key, where, "--messages-key")
         if isinstance(value, str):
             raise UserError(f"{where}: field {form.messages_key!r} is a string, not messages")
         said = self._conversations.of(value, where, form.messages_key)
         assert not isinstance(said, str)
-        return _Parts(said, self._learnt(said, 0, where))
+        return Parts(said, self._learnt(said, 0, where))
 
     def _learnt(self, messages: Messages, start: int, where: str) -> tuple[int, ...]:
         turns = [
@@ -175,117 +154,6 @@ class ExampleRows:
         if turns[0] == 0:
             raise UserError(f"{where}: the conversation starts with the assistant's message")
         return tuple(turns[-1:] if self._form.assistant_turns == "last" else turns)
-
-    def _tokenise(self, indices: Sequence[int]) -> list[TokenRow]:
-        parts = [self._parts(index) for index in indices]
-        chats = [number for number, part in enumerate(parts) if part.messages]
-        found: dict[int, TokenRow] = {}
-        if chats and self._marked:
-            for number in chats:
-                found[number] = self._from_tags(parts[number], self.where(indices[number]))
-        elif chats:
-            places = [self.where(indices[number]) for number in chats]
-            rows = self._from_spans([parts[number] for number in chats], places)
-            found = dict(zip(chats, rows, strict=True))
-        texts = [number for number in range(len(parts)) if number not in found]
-        found |= zip(texts, self._from_texts([parts[number] for number in texts]), strict=True)
-        return [found[number] for number in range(len(parts))]
-
-    def _from_texts(self, parts: Sequence[_Parts]) -> list[TokenRow]:
-        """Prompt and completion encoded apart, as in sampling, and the end token behind them."""
-        prompts = self._conversations.encode(
-            [part.prompt or part.completion for part in parts], rendered=False
-        )
-        completions = self._conversations.encode([part.completion for part in parts], rendered=True)
-        end = self.tokenizer.eos_token_id
-        ending = [] if end is None else [end]
-        rows = []
-        for part, prompt, completion in zip(parts, prompts, completions, strict=True):
-            ids = [*prompt, *completion, *ending] if part.prompt else [*prompt, *ending]
-            mask = np.ones(len(ids), dtype=bool)
-            mask[: len(prompt) if part.prompt else 1] = False
-            rows.append(TokenRow(np.array(ids, dtype=np.int32), mask))
-        return rows
-
-    def _from_tags(self, part: _Parts, where: str) -> TokenRow:
-        """The template says what the assistant says; keep the turns that are learnt."""
-        assert part.messages is not None
-        encoded = self.tokenizer.apply_chat_template(
-            part.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids = np.array(encoded["input_ids"], dtype=np.int32)
-        mask = np.array(encoded["assistant_masks"], dtype=bool)
-        starts = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0) == 1)
-        spoken = [n for n, message in enumerate(part.messages) if message["role"] == "assistant"]
-        if len(starts) != len(spoken):
-            raise UserError(
-                f"{where}: the chat template marks {len(starts)} stretches with {{% generation %}} "
-                f"for {len(spoken)} assistant messages"
-            )
-        mask[: starts[len(spoken) - len(part.turns)]] = False
-        mask[:1] = False
-        return TokenRow(ids, mask)
-
-    def _from_spans(self, parts: Sequence[_Parts], places: Sequence[str]) -> list[TokenRow]:
-        """Find the learnt turns in the rendered text, and the tokens that lie inside them."""
-        if not self.tokenizer.is_fast:
-            raise UserError(
-                f"{self._form.tokenizer_path}: a slow tokenizer cannot tell which tokens the "
-                f"assistant's are; give a template with {{% generation %}} by --chat-template"
-            )
-        whole = self._conversations.render(
-            [part.messages or [] for part in parts], lambda i: places[i], reply=False
-        )
-        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        rows = []
-        for number, part in enumerate(parts):
-            ids = np.array(encoded["input_ids"][number], dtype=np.int32)
-            offsets = np.array(encoded["offset_mapping"][number]).reshape(-1, 2)
-            mask = np.zeros(len(ids), dtype=bool)
-            for start, end in self._spans(part, whole[number], places[number]):
-                # A token that reaches over the start would not be sampled like that: not learnt.
-                mask |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
-            mask[:1] = False
-            rows.append(TokenRow(ids, mask))
-        return rows
-
-    def _spans(self, part: _Parts, whole: str, where: str) -> list[tuple[int, int]]:
-        """Where each learnt turn stands in the text: from the generation prompt to its end token.
-
-        The text before the turn and the text up to its end must be beginnings of the whole, or
-        training would see another text than sampling does.
-        """
-        messages, spans = part.messages or [], []
-
-        def render(conversation: Messages, reply: bool) -> str:
-            return self._conversations.render([conversation], lambda _: where, reply=reply)[0]
-
-        for turn in part.turns:
-            before = render(messages[:turn], True)
-            last = turn + 1 == len(messages)
-            after = whole if last else render(messages[: turn + 1], False)
-            if not after.startswith(before) or not whole.startswith(after):
-                raise UserError(
-                    f"{where}: the chat template writes message {turn} differently when it stands "
-                    f"alone and inside the conversation (some drop earlier thinking): learn the "
-                    f"last answer only with --assistant-turns last, or mark what the assistant "
-                    f"says with {{% generation %}} in a --chat-template"
-                )
-            spans.append((len(before), len(before) + len(self._ended(after[len(before) :]))))
-        return spans
-
-    def _ended(self, turn: str) -> str:
-        """A turn's text without the white space that templates put behind its end token."""
-        bare = turn.rstrip()
-        return bare if bare.endswith(tuple(self.tokenizer.all_special_tokens)) else turn
-
-
-def too_long(tokens: Sequence[Any] | np.ndarray, limit: int) -> str:
-    """How errors say that a row is too long."""
-    return (
-        f"{len(tokens)} tokens, more than --max-length {limit}: raise it, or choose "
-        f"--over-length drop or truncate"
-    )
 
 
 def _string(value: Any, where: str, key: str) -> str:
