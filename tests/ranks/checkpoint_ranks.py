@@ -209,6 +209,9 @@ def check_model(folder: Path, case: str, mesh: DeviceMesh, group: dist.ProcessGr
     model = build(source, mesh=mesh, kind="reward" if folder.name == "reward" else "policy")
     assert load_weights(model, source) == []
     check_load(model, source, mesh)
+    with torch.no_grad():  # leaves the root's parameters gathered
+        model.hf(input_ids=torch.arange(8)[None])
+    assert not all(isinstance(p, DTensor) for p in model.hf.parameters())
     check_save(model, folder, case, group)
     if model.kind == "policy":
         check_stream(model, source, mesh)
