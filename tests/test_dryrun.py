@@ -4,10 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import tiny
 from transformers import Qwen2Config
 
+from fsdprl.config import Flags
+from fsdprl.controller import Controller, set_current
 from fsdprl.dryrun import memory_estimate, show
 from fsdprl.options import EngineOptions, ShardingOptions
+from fsdprl.prompts import prompt_sets
+from fsdprl.world import World
 
 GIB = 2**30
 OPTIONS = ShardingOptions(tokens_per_microbatch=1024, head_chunk_tokens=256)
@@ -39,7 +44,7 @@ TOTAL = 2 * LAYER + OUTSIDE
 def test_bytes_by_hand(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdprl.dryrun.GIB", 1.0)  # whole bytes
     lines = memory_estimate(checkpoint, 4, "bfloat16", OPTIONS, engine=EngineOptions(bucket_mb=16))
-    assert lines[0] == f"{TOTAL / 1e6:,.1f} M parameters over 4 ranks"
+    assert lines[0] == f"{TOTAL:,} parameters over 4 ranks"
     parts = gib(lines)
     together = parts.pop("a rank, together about")
     assert parts == {
@@ -76,11 +81,28 @@ def test_sections_in_order():
     ]
 
 
+def test_two_prompts_as_the_model_reads_them(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}+1=?"}}\n' for i in range(9)))
+    controller = Controller(World(), flags=Flags(dry_run=True))
+    set_current(controller)
+    try:
+        train, _ = prompt_sets(str(data), "", 0.2, tokenizer_path=str(tiny.checkpoint()))
+    finally:
+        set_current(None)
+    first = train.at(0, 2)
+    assert [title.split(" (")[0] for title, _ in controller.report] == [
+        f"prompt of row {prompt.index}" for prompt in first
+    ]
+    assert "\n".join(controller.report[1][1]) == first[1].text.rstrip("\n")
+    assert f"{first[1].index}+1=?" in first[1].text
+
+
 def test_a_model_of_many_gibibytes_is_estimated_without_making_it(tmp_path: Path):
     Qwen2Config(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
         num_attention_heads=28, num_key_value_heads=4, architectures=["Qwen2ForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
     lines = memory_estimate(str(tmp_path), 8, "bfloat16", ShardingOptions())
-    assert lines[0] == "7,615.6 M parameters over 8 ranks"  # Qwen2.5-7B, as its card says
+    assert lines[0] == "7,615,616,512 parameters over 8 ranks"  # Qwen2.5-7B (7.62 billion)
     assert gib(lines)["Adam moments, shard"] == pytest.approx(7.6156e9 * 8 / 8 / GIB, abs=0.01)

@@ -80,7 +80,7 @@ def memory_estimate(
         parts["weight bucket"] = engine.bucket_mb * 1e6
         if engine.kind != "vllm":
             parts["built-in engine, replica"] = width * total
-    lines = [f"{total / 1e6:,.1f} M parameters over {shards} rank{'s' if shards > 1 else ''}"]
+    lines = [f"{total:,} parameters over {shards} rank{'s' if shards > 1 else ''}"]
     lines += [f"{name:<36} {size / GIB:8.3f} GiB" for name, size in parts.items()]
     return [*lines, f"{'a rank, together about':<36} {sum(parts.values()) / GIB:8.3f} GiB"]
 

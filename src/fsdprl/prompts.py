@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdprl.controller import current
 from fsdprl.data import order
 from fsdprl.data.chat import Conversations, Messages, PromptFormat, load_tokenizer, text_or_file
 from fsdprl.data.prompt import Prompt
@@ -187,9 +188,17 @@ def prompt_sets(
 ) -> tuple[Prompts, Prompts]:
     """(prompts to train on, held-out prompts): from eval_data if there is one, else a share of data.
 
-    options: those of Prompts, for both. Raises UserError as it does.
+    options: those of Prompts, for both. Raises UserError as it does. With --dry-run the first two
+    prompts of the first step are shown as the model would read them.
     """
     train = Prompts(data, **options)
     if eval_data:
-        return train, Prompts(eval_data, flag="--eval-data", **options)
-    return train.split(eval_share)
+        held_out = Prompts(eval_data, flag="--eval-data", **options)
+    else:
+        train, held_out = train.split(eval_share)
+    controller = current()
+    if controller.flags.dry_run:
+        for prompt in train.at(0, min(2, len(train))):
+            title = f"prompt of row {prompt.index} ({len(prompt.ids)} tokens)"
+            controller.report.append((title, prompt.text.splitlines()))
+    return train, held_out
