@@ -124,8 +124,9 @@ def simulated(ranks: int, rounds: int) -> dict[str, float]:
         process.start()
     controller = Controller(world)
     controller.connect(wire, watch)
-    if missing := watch.gather(120.0):
-        raise RuntimeError(f"{len(missing)} simulated ranks did not connect")
+    watch.gather(120.0)
+    if watch.missing:
+        raise RuntimeError(f"{len(watch.missing)} simulated ranks did not connect")
     controller.ready().wait()
     result = measure(controller, rounds)
     controller.close()

@@ -38,7 +38,8 @@ class Ranks:
             threading.Thread(target=self.serve, args=(rank, size, verbs), daemon=True).start()
         self.controller = Controller(world, stall_s=30.0)
         self.controller.connect(self.wire, self.watch)
-        assert self.watch.gather(20.0) == []
+        self.watch.gather(20.0)
+        assert self.watch.missing == []
         self.controller.ready().wait()
 
     def serve(self, rank: int, size: int, verbs: dict) -> None:
@@ -292,7 +293,9 @@ def test_strangers_on_the_lifeline_are_dropped_and_counted(ranks):
 
 def test_ranks_that_never_come_are_listed():
     watch = Watch("127.0.0.1", TOKEN, World(size=2, local_size=2))
-    assert watch.gather(0.1) == [0, 1]
+    watch.gather(0.1)
+    assert watch.missing == [0, 1]
+    assert str(watch.absence("within 0.1 s")) == "rank 0, 1 had not connected within 0.1 s"
     watch.close()
 
 

@@ -115,7 +115,7 @@ class Controller:
         self.step = 0
         """The training step under way; for seeds and for the cause of a failure."""
         self.report: list[tuple[str, list[str]]] = []
-        """What --dry-run prints: titles and lines, appended by whoever knows something."""
+        """What --dry-run shows: titles and lines, appended by whoever knows something."""
         self.facts: dict[str, Any] = {}
         """What is only decided at run time (the engine's kind); goes to config.json."""
         self.pause_hooks: list[Callable[[bool], None]] = []
@@ -130,6 +130,7 @@ class Controller:
         self._poller = zmq.Poller()
         self._handles: dict[int, Handle] = {}
         self._seq = 0
+        self._thread = threading.get_ident()
         self._slow: dict[tuple[str, int], int] = {}
 
     def connect(self, wire: Wire, watch: Watch) -> None:
@@ -161,6 +162,7 @@ class Controller:
         Raises TypeError if a payload cannot travel, RemoteError if the job has already failed.
         """
         assert self._wire and self._watch, f"{verb} called in a dry run: there are no ranks"
+        assert threading.get_ident() == self._thread, f"{verb} called from another thread than main"
         ranks = list(range(self.world_size)) if ranks is None else list(ranks)
         if isinstance(payload, dict):
             bodies = [encode(payload)] * len(ranks)

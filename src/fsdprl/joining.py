@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fsdprl.config import Flags
@@ -22,8 +23,8 @@ from fsdprl.watch import Watch
 from fsdprl.wire import TOKEN_BYTES, Line, Wire, decode, encode
 from fsdprl.world import World
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What ends a run cleanly: Ctrl-C, preemption, and a batch system's warning."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What ends a run cleanly: Ctrl-C, preemption, a batch system's warning, and a closed terminal."""
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
@@ -93,8 +94,8 @@ class Joining:
             controller_pid=contact["pid"] if 0 < rank < contact["local_size"] else None,
         )
         if rank != 0:
-            for number in SIGNALS:  # the controller decides; not SIG_IGN, which children inherit
-                signal.signal(number, lambda *_: None)
+            listen(lambda *_: None)  # the controller decides; not SIG_IGN, which children inherit
+            for number in SIGNALS:
                 signal.siginterrupt(number, False)
         try:
             line = Line(contact["endpoint"], contact["token"], rank)
@@ -107,6 +108,13 @@ class Joining:
         except Exception as error:
             lifeline.failed(error)
             threading.Event().wait()
+
+
+def listen(handler: Callable[[int, FrameType | None], Any]) -> None:
+    """Handle the signals that end a run; nohup's choice stays."""
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def fingerprint(recipe: Path) -> dict[str, str]:

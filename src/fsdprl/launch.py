@@ -6,6 +6,7 @@ ranks' main threads serve. However the job ends, one message says why, and no pr
 
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from fsdprl.breakpoints import breakpoints
 from fsdprl.controller import Controller, set_current
 from fsdprl.endings import describe
 from fsdprl.errors import Interrupted, UserError
-from fsdprl.joining import SIGNALS, Joining, check_same_files
+from fsdprl.joining import Joining, check_same_files, listen
 from fsdprl.liveness import die_with_parent, tell_torchrun
 from fsdprl.options import RunOptions
 from fsdprl.run_folder import preflight
@@ -61,6 +62,7 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         return
     if world.torchrun:
         die_with_parent()
+    faulthandler.enable()
     recipe = Path(sys.modules[main.__module__].__file__ or "recipe.py").resolve()
     joining = Joining(world, flags, recipe, seed=int(getattr(cfg, "seed", 0)))
     if world.rank != 0:
@@ -93,8 +95,7 @@ class Lead:
         self._once = threading.Lock()
 
     def run(self, main: Callable[[], Any]) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+        listen(self._on_signal)
         set_current(self.controller)
         try:
             with breakpoints(self.controller):
@@ -104,11 +105,12 @@ class Lead:
                 self._stop()
         except BaseException as error:
             self._end(error)
-        for title, lines in self.controller.report if self.joining.flags.dry_run else ():
-            print("\n  ".join((title, *lines)))
-        self._call_hooks({"kind": "finished", "message": ""})
+        self._once.acquire()  # from here on a first signal changes nothing
+        written = self._call_hooks({"kind": "finished", "message": ""})
         self.controller.close()
         set_current(None)
+        if not written:
+            sys.exit(1)
 
     def _start(self) -> None:
         """Wait for the ranks, see that they run the same files, and have them take their devices."""
@@ -116,11 +118,17 @@ class Lead:
         self.watch = watch
         watch.on_neglect = lambda: self._end(watch.failure or AssertionError("no failure"))
         self.controller.connect(wire, watch)
-        missing = watch.gather(CONNECT_S)
+        try:
+            watch.gather(CONNECT_S)
+        except Interrupted as signalled:
+            if watch.missing and signalled.signum == signal.SIGTERM:
+                # torchrun ends a job whose rank has died; nobody loses work if it was a preemption
+                raise watch.absence("when torchrun ended the job: see its own lines") from None
+            raise
         if watch.failure:
             raise watch.failure
-        if missing:
-            raise RuntimeError(f"ranks {missing} have not connected within {CONNECT_S:g} s")
+        if watch.missing:
+            raise watch.absence(f"within {CONNECT_S:g} s")
         check_same_files(watch)
         self.controller.ready().wait()
         started = self.controller.call("start", {}, phase="start").wait()
@@ -157,8 +165,6 @@ class Lead:
             self.watch.taken = True
             error = self._cause_of(error, self.watch)
         code, text, cause = describe(error, self.controller.recipe)
-        if self.watch and cause["kind"] == "interrupted" and self.watch.missing:
-            text += f"; ranks {self.watch.missing} had not connected: one may have died"
         deadline = threading.Timer(END_S, os._exit, (code,))  # a hook may hang
         deadline.daemon = True
         deadline.start()
@@ -186,10 +192,14 @@ class Lead:
             met = met.__cause__ or met.__context__
         return met or (watch.failure if isinstance(error, KeyboardInterrupt) else None) or error
 
-    def _call_hooks(self, cause: dict[str, Any]) -> None:
+    def _call_hooks(self, cause: dict[str, Any]) -> bool:
+        """Have everything written down; whether all of it was."""
         known = {"rank": None, "host": None, "phase": None, "step": self.controller.step}
+        fine = True
         for hook in self.controller.on_exit:
             try:
                 hook(known | cause)
             except Exception:
                 traceback.print_exc()
+                fine = False
+        return fine

@@ -69,7 +69,10 @@ def tell_torchrun() -> None:
     """Fill the place in torchrun's own summary where it would advise how to get tracebacks."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        message = {"message": "fsdprl says why, above", "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {
+            "message": "fsdprl says why, above",
+            "extraInfo": {"timestamp": str(int(time.time()))},
+        }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))
 
@@ -167,6 +170,7 @@ class Lifeline(threading.Thread):
         self._follow = follow
         self._controller_pid = controller_pid
         self._left = False
+        self._rank = hello["rank"]
         self._channel.send("hello", hello)
         self.start()
 
@@ -185,12 +189,14 @@ class Lifeline(threading.Thread):
         try:
             self._channel.send(kind, message)
         except OSError:
-            self._lost(1)
+            self._lost()
 
-    def _lost(self, code: int) -> None:
+    def _lost(self) -> None:
+        """Nobody is left to speak for the job: the first of the others does."""
         if self._follow and not self._left:
-            tell_torchrun()
-            os._exit(code)
+            if self._rank == 1:
+                print("fsdprl: rank 0, the controller, is gone", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def run(self) -> None:
         stopped_since: float | None = None
@@ -203,10 +209,11 @@ class Lifeline(threading.Thread):
                     for kind, message in self._channel.receive() if readable else ():
                         if kind == "stacks":
                             self._send("stacks", stacks(self.pulse.thread))
-                        elif kind == "bye":
-                            return self._lost(message)
+                        elif kind == "bye" and self._follow:
+                            tell_torchrun()
+                            os._exit(message)
                 except (EOFError, OSError, ValueError):
-                    return self._lost(1)
+                    return self._lost()
                 stopped_since = self._controller_stopped(stopped_since)
 
     def _controller_stopped(self, since: float | None) -> float | None:
@@ -216,7 +223,8 @@ class Lifeline(threading.Thread):
         now = time.monotonic()
         if since is not None and now - since > FROZEN_S:
             os.kill(self._controller_pid, signal.SIGKILL)
-            print("fsdprl: rank 0, the controller, is frozen: its process is stopped (state T)",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            if self._rank == 1:
+                print("fsdprl: rank 0, the controller, is frozen: its process is stopped (state T)",
+                      file=sys.stderr, flush=True)  # fmt: skip
             os._exit(1)
         return since if since is not None else now

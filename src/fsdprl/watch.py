@@ -104,17 +104,23 @@ class Watch(threading.Thread):
 
     # ---- called by the main thread
 
-    def gather(self, timeout_s: float) -> list[int]:
-        """Wait until every rank has said hello; the ranks still missing at the end."""
+    def gather(self, timeout_s: float) -> None:
+        """Wait until every rank has said hello, the time is up, or something has failed."""
         end = time.monotonic() + timeout_s
         with self._joined:
             while self.missing and not self.failure and time.monotonic() < end:
                 self._joined.wait(BEAT_S)
-            return self.missing
 
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self._world.size) if rank not in self.peers]
+
+    def absence(self, when: str) -> RemoteError:
+        """The failure of ranks that never came."""
+        ranks, host = self.missing, "its host" if self._world.size > self._world.local_size else ""
+        named = ", ".join(map(str, ranks))
+        what = f"rank {named} had not connected {when}"
+        return RemoteError(what, rank=ranks[0], host=host, phase="connect", kind="died")
 
     def expect(self, ranks: Iterable[int], job: Job) -> None:
         """Note that these ranks were told to run a verb."""

@@ -98,7 +98,6 @@ class Wire:
         """Bind a free port of `address` for `size` ranks."""
         self.token = token
         self.socket = _socket(zmq.ROUTER)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)
         self.socket.set(zmq.BACKLOG, 4096)
         self.socket.bind(f"tcp://{address}:*")
         self.endpoint = self.socket.get_string(zmq.LAST_ENDPOINT)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import bare  # noqa: F401
 
-from fsdprl import errors, liveness, worker
+from fsdprl import errors, joining, liveness, worker
 from fsdprl.controller import current
 from fsdprl.launch import launch
 from fsdprl.options import RunOptions
@@ -160,7 +160,14 @@ def breakpoint_in_main(cfg, controller, last):
 
 
 def dry(cfg, controller, last):
+    assert controller.flags.dry_run
     controller.report.append(("plan", ["two steps", "of 64 samples"]))
+    print(controller.report)
+    raise SystemExit(0)  # as Run.steps does
+
+
+def bad_hook(cfg, controller, last):
+    controller.on_exit.append(lambda cause: {}["no room"])
 
 
 CASES = {
@@ -168,11 +175,22 @@ CASES = {
     for fn in (
         normal, raise_in_verb, user_in_verb, kill_in_verb, kill_while_main_is_busy, stop, stall,
         controller_killed, controller_stopped, wait, save_when_interrupted, ignore_interrupts,
-        user_error, bug, leave, die_once, breakpoint_in_main, dry,
+        user_error, bug, leave, die_once, breakpoint_in_main, dry, bad_hook,
     )
 }  # fmt: skip
+
+
+def die_before_connecting(self):
+    """Stands in for Joining.rendezvous on rank 1, once rank 0 waits for it."""
+    rendezvous(self).get("controller")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+rendezvous = joining.Joining.rendezvous
 
 if __name__ == "__main__":
     if "--case=controller_stopped" in sys.argv:
         liveness.FROZEN_S = 2.0
+    if "--case=early" in sys.argv and os.environ["RANK"] == "1":
+        joining.Joining.rendezvous = die_before_connecting
     launch(main, Config)

@@ -61,6 +61,12 @@ def test_a_rank_killed_while_main_is_busy_with_its_own(tmp_path):
     assert cause(tmp_path)["kind"] == "died"
 
 
+def test_a_rank_that_dies_before_it_connects_is_named(tmp_path):
+    end = faulty("early", tmp_path).end()
+    assert end.code == 1
+    check_one_message(end, "rank 1 had not connected when torchrun ended the job")
+
+
 def test_a_stopped_rank_is_frozen(tmp_path):
     end = faulty("stop", tmp_path).end()
     assert end.code == 1
@@ -84,7 +90,9 @@ def test_a_stall_names_the_rank_that_others_wait_for(tmp_path):
 
 
 def test_a_killed_controller_leaves_nothing(tmp_path):
-    assert faulty("controller_killed", tmp_path).end().code == 1
+    end = faulty("controller_killed", tmp_path).end()
+    assert end.code == 1
+    check_one_message(end, "fsdprl: rank 0, the controller, is gone")
 
 
 def test_a_killed_agent_leaves_nothing(tmp_path):
@@ -188,7 +196,13 @@ def test_a_breakpoint_stops_the_clock(tmp_path):
     check_one_message(end, "stalled in hurt")  # and afterwards the clock runs again
 
 
-def test_a_dry_run_prints_the_report_once_and_starts_nothing(tmp_path):
+def test_a_dry_run_runs_main_once_and_starts_nothing(tmp_path):
     end = faulty("dry", tmp_path, "--dry-run").end()
     assert end.code == 0, end.err
-    assert "plan\n  two steps\n  of 64 samples" in end.out and end.out.count("plan") == 1
+    assert end.out.splitlines()[0] == "[('plan', ['two steps', 'of 64 samples'])]"
+    assert end.out.count("plan") == 1
+
+
+def test_an_end_that_cannot_be_written_down_is_a_failure(tmp_path):
+    end = faulty("bad_hook", tmp_path, ranks=0).end()
+    assert end.code == 1 and "KeyError: 'no room'" in end.err and "main is done" in end.out
