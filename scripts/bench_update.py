@@ -102,7 +102,11 @@ class Ours:
             mask[0] = False
             self.worker.store.put(i, Row(ids=ids.int(), mask=mask))
         self.rows = torch.arange(len(rows))
-        self.packs = pack_rows([len(ids) for ids in rows], microbatch)
+        packs = pack_rows([len(ids) for ids in rows], microbatch)
+        self.microbatch = torch.zeros(len(rows), dtype=torch.int32)
+        for number, places in enumerate(packs):
+            self.microbatch[places] = number
+        self.microbatches = torch.tensor(len(packs))
         self.weight = torch.full((len(rows),), 1.0 / loss_tokens(rows), dtype=torch.float64)
 
     def __call__(self) -> tuple[float, float]:
@@ -110,7 +114,8 @@ class Ours:
             self.worker,
             model="policy",
             rows=self.rows,
-            packs=self.packs,
+            microbatch=self.microbatch,
+            microbatches=self.microbatches,
             losses=[asdict_of(nll)],
             samples={"weight": self.weight, "temperature": torch.ones_like(self.weight)},
         )

@@ -31,14 +31,19 @@ def two_columns(ids, logp_sampler):
 def test_columns_selection_and_concat(setup):
     _, batch = setup
     batch["reward"] = torch.arange(8)
-    assert batch["reward"].tolist() == list(range(8)) and batch["unit"].tolist() == batch.row_ids.tolist()
+    assert (
+        batch["reward"].tolist() == list(range(8))
+        and batch["unit"].tolist() == batch.row_ids.tolist()
+    )
     odd = batch[batch["reward"] % 2 == 1]
-    assert odd["reward"].tolist() == [1, 3, 5, 7] and odd[torch.tensor([2, 0])]["reward"].tolist() == [5, 1]
+    assert odd["reward"].tolist() == [1, 3, 5, 7] and odd[torch.tensor([2, 0])][
+        "reward"
+    ].tolist() == [5, 1]
     assert odd[1:3]["length"].tolist() == [30, 2]
     both = Batch.concat([odd, batch[batch["reward"] == 0]])
     assert both["reward"].tolist() == [1, 3, 5, 7, 0]
     assert both.ranks.tolist() == [batch.ranks[i].item() for i in (1, 3, 5, 7, 0)]
-    with pytest.raises(UserError, match="no sample column 'advantage'; it has .*reward"):
+    with pytest.raises(UserError, match=r"no sample column 'advantage'; it has .*reward"):
         batch["advantage"]
     with pytest.raises(UserError, match=r"shape \(3,\); this batch has 8 rows"):
         batch["x"] = torch.zeros(3)
@@ -50,14 +55,23 @@ def test_apply_reduce_and_row_sum_match_one_table(setup):
     controller, batch = setup
     batch["bonus"] = torch.arange(8.0)
     batch.apply(partial(doubled, factor=2.0), out="x")
-    rows = [controller.workers[r].store.rows[i] for r, i in zip(batch.ranks.tolist(), batch.row_ids.tolist(), strict=True)]
-    expected = [2.0 * row.columns["logp_sampler"].double() + bonus for bonus, row in enumerate(rows)]
+    rows = [
+        controller.workers[r].store.rows[i]
+        for r, i in zip(batch.ranks.tolist(), batch.row_ids.tolist(), strict=True)
+    ]
+    expected = [
+        2.0 * row.columns["logp_sampler"].double() + bonus for bonus, row in enumerate(rows)
+    ]
     assert torch.allclose(batch.row_sum("x"), torch.stack([e.sum() for e in expected]), atol=1e-5)
     everything = torch.cat(expected)
     total = batch.reduce("x")
     assert total.count == sum(RESPONSE) == total.weight
-    assert total.mean == pytest.approx(float(everything.mean())) and total.var == pytest.approx(float(everything.var()), rel=1e-5)
-    assert total.min == pytest.approx(float(everything.min())) and total.max == pytest.approx(float(everything.max()))
+    assert total.mean == pytest.approx(float(everything.mean())) and total.var == pytest.approx(
+        float(everything.var()), rel=1e-5
+    )
+    assert total.min == pytest.approx(float(everything.min())) and total.max == pytest.approx(
+        float(everything.max())
+    )
     batch["keep"] = torch.tensor([0.0, 2.0, 0, 0, 0, 0, 0, 0])
     some = batch.reduce("x", weight="keep")
     assert some.count == 9 and some.mean == pytest.approx(float(expected[1].mean()), rel=1e-5)
@@ -106,17 +120,27 @@ def test_minibatches_cover_all_rows_once_in_whole_units(setup):
     assert list(batch[torch.zeros(8, dtype=torch.bool)].minibatches(3)) == []
 
 
-def test_packs_respect_budget_and_are_as_many_on_every_rank(setup):
+def test_microbatches_respect_budget_and_are_as_many_on_every_rank(setup):
     controller, batch = setup
     batch["unit"] = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     positions = batch.by_rank()
-    plans = batch.packs(positions, 20)
-    assert len({len(plan) for plan in plans}) == 1 and len(plans) == controller.world_size
+    plans = batch.microbatches(positions, 20)
+    counts = {int(plan["microbatches"]) for plan in plans}
+    assert len(counts) == 1 and len(plans) == controller.world_size
+    most = 0
     for where, plan in zip(positions, plans, strict=True):
-        assert sorted(p for microbatch in plan for p in microbatch) == list(range(len(where)))
-        for microbatch in plan:
-            units = set(batch["unit"][where[microbatch]].tolist())
-            assert int(batch["tokens"][where[microbatch]].sum()) <= 20 or len(units) == 1
+        number = plan["microbatch"]
+        assert number.shape == where.shape
+        most = max(most, int(number.max()) + 1)
+        for k in range(int(plan["microbatches"])):
+            rows = where[number == k]
+            units = set(batch["unit"][rows].tolist())
+            assert int(batch["tokens"][rows].sum()) <= 20 or len(units) == 1
+            for unit in units:  # whole units: none of their rows on this rank runs elsewhere
+                assert int((batch["unit"][where] == unit).sum()) == int(
+                    (batch["unit"][rows] == unit).sum()
+                )
+    assert counts == {most}  # no more than the fullest rank needs
 
 
 def test_summary_uses_metric_names(setup):

@@ -36,12 +36,14 @@ FLOORS = {
     """,
     # Worker: what a rank does when told.
     "3": """
-        worker serve learn rollout rows row_files feeding profiling grading reward_calls reward_processes reward_server engines
+        worker serve learn rollout rows row_files feeding profiling grading reward_calls
+        reward_processes reward_server engines
     """,
     # Controller: what main() holds.
     "4": """
-        controller launch joining endings breakpoints batch policy sampler scoring resampling prompts examples plan run run_folder run_checkpoints
-        metrics tracker console plots dryrun phases
+        controller launch joining endings breakpoints batch policy sampler scoring resampling
+        prompts examples plan run run_folder run_checkpoints metrics tracker console plots
+        dryrun phases
     """,
     # Files and text, for floors 3 and 4 and for recipes.
     "data": "data",

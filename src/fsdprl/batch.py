@@ -183,9 +183,10 @@ class Batch:
             out[where] = values
         return out
 
-    def packs(self, positions: Sequence[Tensor], budget: int) -> list[list[list[int]]]:
-        """Microbatches of each rank, as many on every rank: places in its own rows, whole units."""
-        plans = []
+    def microbatches(self, positions: Sequence[Tensor], budget: int) -> list[dict[str, Tensor]]:
+        """Which microbatch each of a rank's rows runs in (`microbatch`, int32 [R]), whole units together, and how
+        many there are (`microbatches`), the same on every rank. Fixed-width: traffic does not grow with tokens."""
+        plans, most = [], 0
         for where in positions:
             unit_rows: dict[int, list[int]] = {}
             for place, unit in enumerate(self.columns["unit"][where].tolist()):
@@ -193,11 +194,13 @@ class Batch:
             units = list(unit_rows.values())
             tokens = self.columns["tokens"][where].tolist()
             packed = pack_rows([sum(tokens[place] for place in unit) for unit in units], budget)
-            plans.append(
-                [[place for u in microbatch for place in units[u]] for microbatch in packed]
-            )
-        most = max(map(len, plans), default=0)
-        return [plan + [[] for _ in range(most - len(plan))] for plan in plans]
+            number = torch.zeros(len(where), dtype=torch.int32)
+            for k, microbatch in enumerate(packed):
+                number[[place for u in microbatch for place in units[u]]] = k
+            plans.append(number)
+            most = max(most, len(packed))
+        count = torch.tensor(most, dtype=torch.int32)
+        return [{"microbatch": number, "microbatches": count} for number in plans]
 
     def rebalance(self, minibatches: int = 1, seed: int | None = None) -> None:
         """Even out every (minibatch, rank) cell by cost; ranks trade whole rows in one all-to-all.

@@ -89,19 +89,21 @@ def forward(
     *,
     model: str,
     rows: Tensor,
-    packs: list[list[int]],
+    microbatch: Tensor,
+    microbatches: Tensor,
     temperature: Tensor,
     out: dict[str, str],
 ) -> Tensor | None:
     """Run the model over rows without gradient.
 
-    packs: positions in `rows` of each microbatch, as many on every rank. out: what the model makes ("logp",
-    "entropy", "value") -> token column to store it as. A reward model's scores are returned instead, float64 [R].
+    microbatch: number of the microbatch that each row runs in, [R]; microbatches: how many there are, the same
+    on every rank. out: what the model makes ("logp", "entropy", "value") -> token column to store it as. A reward
+    model's scores are returned instead, float64 [R].
     """
     network = worker.models[model].network
     network.eval()
     scores = torch.zeros(len(rows), dtype=torch.float64)
-    for positions in packs:
+    for positions in _places(microbatch, microbatches):
         row_ids = rows[positions].tolist()
         first, entropy = network(
             packed(worker, row_ids, temperature[positions]), entropy="entropy" in out
@@ -120,7 +122,8 @@ def forward_backward(
     *,
     model: str,
     rows: Tensor,
-    packs: list[list[int]],
+    microbatch: Tensor,
+    microbatches: Tensor,
     losses: list[dict],
     samples: dict[str, Tensor],
 ) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def forward_backward(
     names = {name for function in functions for name in positional_names(function)}
     stored = sorted(names - set(MODEL_COLUMNS) | {"weight", "segment"})
     sums: dict[str, Tensor] = {}
-    for positions in packs:
+    for positions in _places(microbatch, microbatches):
         row_ids = rows[positions].tolist()
         local = {name: values[positions] for name, values in samples.items()}
         batch = packed(worker, row_ids, local["temperature"])
@@ -225,6 +228,11 @@ def load(worker: Worker, *, model: str, path: str) -> None:
         )
         if masters := narrowed_tensors(m.network, save_plan(m.network, m.path)):
             load_tensors(masters, folder / "trainer", stem="masters")
+
+
+def _places(microbatch: Tensor, microbatches: Tensor) -> list[Tensor]:
+    """Positions of each microbatch's rows; none for one that only keeps the other ranks company."""
+    return [(microbatch == k).nonzero().flatten() for k in range(int(microbatches))]
 
 
 def _to(values: Tensor, target: torch.device, dtype: torch.dtype) -> Tensor:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdprl.dryrun import memory_estimate
 from torch import Tensor
 
 from fsdprl.batch import Batch, asdict_ref
 from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.controller import current
+from fsdprl.dryrun import memory_estimate
 from fsdprl.functions import positional_names
 from fsdprl.options import DType, ShardingOptions
 
@@ -72,16 +72,16 @@ class Network:
     def run(self, batch: Batch, out: dict[str, str]) -> Tensor | None:
         """Forward without gradient; out: what the model makes -> name of the token column it becomes."""
         positions = batch.by_rank()
-        packs = batch.packs(positions, self.sharding.tokens_per_microbatch)
+        plans = batch.microbatches(positions, self.sharding.tokens_per_microbatch)
         payload = [
             {
                 "model": self.name,
                 "rows": batch.row_ids[where],
-                "packs": plan,
+                **plan,
                 "temperature": batch["temperature"][where],
                 "out": out,
             }
-            for where, plan in zip(positions, packs, strict=True)
+            for where, plan in zip(positions, plans, strict=True)
         ]
         replies = current().call("model.forward", payload, phase=self.phase).wait()
         batch.token_columns |= set(out.values())
@@ -118,16 +118,16 @@ class Trained(Network):
             batch.check_columns(function, names, known=("segment", "ids", *MADE[self.kind]))
             wanted |= set(names)
         positions = batch.by_rank(keep=batch["weight"] != 0)
-        packs = batch.packs(positions, self.sharding.tokens_per_microbatch)
+        plans = batch.microbatches(positions, self.sharding.tokens_per_microbatch)
         payload = [
             {
                 "model": self.name,
                 "rows": batch.row_ids[where],
-                "packs": plan,
+                **plan,
                 "losses": [asdict_ref(function) for function in losses],
                 "samples": batch.sample_columns(sorted(wanted), where),
             }
-            for where, plan in zip(positions, packs, strict=True)
+            for where, plan in zip(positions, plans, strict=True)
         ]
         replies = current().call("model.forward_backward", payload, phase=self.update_phase).wait()
         return self.averaged(replies)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fsdprl.engines import Request, Sampling, build_engine
-from fsdprl.stream import shard_checksums, weight_stream
-from fsdprl.worker import Worker
 from torch import Tensor
 
+from fsdprl.engines import Request, Sampling, build_engine
 from fsdprl.options import EngineOptions
 from fsdprl.store import Row
+from fsdprl.stream import shard_checksums, weight_stream
+from fsdprl.worker import Worker
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -101,7 +101,11 @@ def generate(
     prompts = list(ids.split(lengths.tolist())) if len(lengths) else []
     tokens = [prompt.tolist() for prompt in prompts]
     requests = [Request(tokens[i // n], int(seed)) for i, seed in enumerate(seeds.tolist())]
-    completions = worker.engine.generate(requests, Sampling(**sampling), worker.progress)
+    settings = sampling | {
+        "max_new_tokens": int(sampling["max_new_tokens"]),
+        "stop": tuple(sampling["stop"]),
+    }
+    completions = worker.engine.generate(requests, Sampling(**settings), worker.progress)
     for i, completion in enumerate(completions):
         prompt = prompts[i // n]
         answer_ids = completion.ids.to(torch.int32)

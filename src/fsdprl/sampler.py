@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fsdprl.data.prompt import Prompt
 from torch import Tensor
 
 from fsdprl.batch import Batch, Lease
 from fsdprl.controller import current
+from fsdprl.data.prompt import Prompt
 from fsdprl.options import EngineOptions
 from fsdprl.packing import attention_cost
 from fsdprl.policy import Policy
@@ -56,7 +56,9 @@ class Sampler:
         self.policy, self.seed, self.version = policy, seed, -1
         self.calls: tuple[int, dict[str, int]] = (-1, {})
         self.sampling = {
-            "max_new_tokens": max_new_tokens,
+            "max_new_tokens": torch.tensor(
+                max_new_tokens
+            ),  # fixed width on the wire, whatever its size
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
