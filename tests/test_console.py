@@ -18,6 +18,7 @@ METRICS = {
     "timing/all": 1.2,
     "timing/rollout": 0.4,
     "timing/update": 0.6,
+    "timing/rows.free": 0.5,
     "timing/controller_overhead": 0.015,
 }
 

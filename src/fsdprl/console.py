@@ -41,13 +41,14 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, longest first."""
+    """Seconds by phase, longest first. Verbs without a phase (rows.free, ...) are in the file only."""
     seconds = {
         name.removeprefix("timing/"): value
         for name, value in metrics.items()
         if name.startswith("timing/")
         and name not in NOT_PHASES
         and not name.startswith("timing/non_overlap_")
+        and "." not in name
     }
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 

@@ -80,7 +80,6 @@ def nearest(name: str, known: Sequence[str], most: int = 3) -> list[str]:
     """The dotted names in `known` that `name` may have meant, best first."""
     leaf = name.rpartition(".")[2]
     found = [path for path in known if last(path) == leaf]
-    found += named(SYNONYMS.get(leaf, ()), known)
     if not found:
         found = misspelt(leaf, known)
     if not found:
@@ -90,18 +89,21 @@ def nearest(name: str, known: Sequence[str], most: int = 3) -> list[str]:
 
 
 def misspelt(leaf: str, known: Sequence[str]) -> list[str]:
-    """Names whose last part, or another framework's word for it, is spelt almost like `leaf`."""
-    words = {last(path) for path in known}
+    """Names whose last part, or another framework's word for it, is spelt like `leaf` or almost so."""
+    meant: dict[str, list[str]] = {
+        word: [path for target in targets for path in known if last(path) == target]
+        for word, targets in SYNONYMS.items()
+    }
+    meant |= {last(path): [other for other in known if last(other) == last(path)] for path in known}
     likeness = {
-        word: difflib.SequenceMatcher(None, leaf, word).ratio() for word in [*words, *SYNONYMS]
+        word: difflib.SequenceMatcher(None, leaf, word).ratio()
+        for word, paths in meant.items()
+        if paths
     }
     best = max(likeness.values(), default=0.0)
     if best < 0.7:
         return []
-    close = [word for word, like in likeness.items() if like > best - 0.03]
-    return [
-        path for word in close for path in named([word] if word in words else SYNONYMS[word], known)
-    ]
+    return [path for word, like in likeness.items() if like > best - 0.03 for path in meant[word]]
 
 
 def closest_choice(value: str, choices: Iterable[object]) -> str:
@@ -111,8 +113,5 @@ def closest_choice(value: str, choices: Iterable[object]) -> str:
 
 
 def last(path: str) -> str:
+    """a.b.c -> c"""
     return path.rpartition(".")[2]
-
-
-def named(leaves: Iterable[str], known: Sequence[str]) -> list[str]:
-    return [path for leaf in leaves for path in known if last(path) == leaf]
