@@ -205,7 +205,7 @@ def load_model(
     folder = find_checkpoint(str(path)).folder
     compute = DTYPES[dtype]
     stored = _wide(compute) if trainable else compute
-    hf = _empty(folder, kind, stored, device)
+    hf = empty_model(folder, kind=kind, dtype=stored, device=device)
     model = PackedModel(hf, kind, compute, options.head_chunk_tokens)
     model.requires_grad_(trainable)
     parallelize(model, mesh, options, compute)
@@ -224,8 +224,19 @@ def load_model(
     return model
 
 
-def _empty(folder: Path, kind: Kind, dtype: torch.dtype, device: torch.device) -> Any:
-    """The transformers model with parameters on the meta device and real buffers on the CPU."""
+def empty_model(
+    folder: str | Path,
+    *,
+    kind: Kind = "policy",
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = IMPLEMENTATION,
+) -> Any:
+    """The transformers model with parameters on the meta device and real buffers on the CPU.
+
+    device: where it will live. attention: name of the attention function it will call.
+    Raises UserError for an unsupported architecture.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_unsupported(config)
     auto: Any = AutoModelForCausalLM
@@ -242,7 +253,7 @@ def _empty(folder: Path, kind: Kind, dtype: torch.dtype, device: torch.device) -
     try:
         with init_empty_weights(include_buffers=False):
             hf = auto.from_config(
-                config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
     except ValueError as error:
         raise UserError(f"{folder}: transformers cannot build this model: {error}") from None

@@ -4,16 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdprl.attention import architecture, refuse_unsupported
+from fsdprl.attention import architecture
 from fsdprl.engines import EngineError
 from fsdprl.engines.kvcache import IMPLEMENTATION, Decode, KVCache, Prefill
 from fsdprl.errors import UserError
-from fsdprl.hf_layout import HfLayout, Item
-from fsdprl.shards import model_shards
+from fsdprl.hf_layout import Item, hf_items
+from fsdprl.models import empty_model
 from fsdprl.stream import Bucket, tensor_checksum
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -32,24 +30,15 @@ class Replica:
 
         Raises UserError for an architecture whose state the engine cannot cache.
         """
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        refuse_unsupported(config)
-        refuse_windows(config, max_model_len)
-        # Parameters without memory, but real buffers: rotary frequencies have no other source.
-        with init_empty_weights(include_buffers=False):
-            self.hf: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=False
-            )
-        self.hf.tie_weights()
+        self.hf = empty_model(path, dtype=dtype, device=device, attention=IMPLEMENTATION)
+        refuse_windows(self.hf.config, max_model_len)
         self.hf.requires_grad_(False).eval()
         self.dtype, self.device = dtype, device
         self.allocate()
         for module in self.hf.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        shards = model_shards(self.hf)
-        layout = HfLayout(self.hf, shards)
-        self.items: list[Item] = [item for param in shards for item in layout.canonical(param)]
+        self.items: list[Item] = hf_items(self.hf)
         self.body: nn.Module = self.hf.get_decoder()
         self.head: nn.Module = self.hf.get_output_embeddings()
         self.vocabulary: int = self.head.weight.shape[0]  # type: ignore[assignment]
