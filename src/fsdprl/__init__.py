@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fsdprl.batch import Batch as Batch
     from fsdprl.data.chat import PromptFormat as PromptFormat
     from fsdprl.data.example_rows import ExampleFormat as ExampleFormat
+    from fsdprl.data.example_rows import OverLength as OverLength
+    from fsdprl.data.preference_rows import PreferenceFormat as PreferenceFormat
     from fsdprl.errors import RemoteError as RemoteError
     from fsdprl.errors import UserError as UserError
     from fsdprl.examples import Examples as Examples
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from fsdprl.policy import Policy as Policy
     from fsdprl.policy import Reference as Reference
     from fsdprl.policy import RewardModel as RewardModel
+    from fsdprl.preferences import Preferences as Preferences
+    from fsdprl.preferences import preference_sets as preference_sets
     from fsdprl.prompts import Prompts as Prompts
     from fsdprl.prompts import prompt_sets as prompt_sets
     from fsdprl.resampling import GroupPool as GroupPool
@@ -49,6 +53,8 @@ NAMES: dict[str, str] = {
     "UserError": "errors",
     "PromptFormat": "data.chat",
     "ExampleFormat": "data.example_rows",
+    "OverLength": "data.example_rows",
+    "PreferenceFormat": "data.preference_rows",
     "Examples": "examples",
     "launch": "launch",
     "DType": "options",
@@ -61,6 +67,8 @@ NAMES: dict[str, str] = {
     "Policy": "policy",
     "Reference": "policy",
     "RewardModel": "policy",
+    "Preferences": "preferences",
+    "preference_sets": "preferences",
     "Prompts": "prompts",
     "prompt_sets": "prompts",
     "GroupPool": "resampling",

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +14,11 @@ from fsdprl.batch import Batch, Lease
 from fsdprl.controller import current
 from fsdprl.data import order
 from fsdprl.data.chat import text_or_file
-from fsdprl.data.example_rows import ExampleFormat, ExampleRows, TokenRow
+from fsdprl.data.example_rows import ExampleFormat
+from fsdprl.data.preference_rows import PreferenceFormat
+from fsdprl.data.row_tokens import TokenRow
 from fsdprl.data.rows import fingerprint
+from fsdprl.data.sources import open_source
 from fsdprl.errors import UserError
 from fsdprl.packing import balance
 
@@ -23,15 +28,18 @@ _log = logging.getLogger(__name__)
 class Examples:
     """Which rows a step trains on: a pure function of (seed, step). Tokens are made on the ranks.
 
-    The controller reads and checks every row once. Each rank then makes `ExampleRows(form)`, with
+    The controller reads and checks every row once. Each rank then opens the same source, with
     `form` sent as plain values, measures its share of the rows, and `measured` drops what is too
     long or teaches nothing: `Examples(form).measure()`.
 
-    Attributes: `form`, what the ranks need; `seed`; `counts`, rows read and dropped by reason;
+    Attributes: `form`, what the ranks need; `source`, the rows as the ranks read them; `seed`;
+    `counts`, rows read and dropped by reason;
     `tokens`, int32 [rows of the file] once measured, else None.
     """
 
-    def __init__(self, form: ExampleFormat, *, seed: int = 0, flag: str = "--data") -> None:
+    def __init__(
+        self, form: ExampleFormat | PreferenceFormat, *, seed: int = 0, flag: str = "--data"
+    ) -> None:
         """Raises UserError with file:line, field and value for the first row that is no example."""
         self.form = dataclasses.replace(
             form,
@@ -39,11 +47,11 @@ class Examples:
             fingerprint=fingerprint(form.path),
         )
         self.seed, self._flag = seed, flag
-        self._source = ExampleRows(self.form, flag=flag)
-        for index in range(len(self._source)):
-            self._source.check(index)
-        self._kept = np.arange(len(self._source), dtype=np.int64)
-        self.counts = {"rows": len(self._source), "too_long": 0, "nothing_to_learn": 0}
+        self.source = open_source(self.form, flag=flag)
+        for index in range(len(self.source)):
+            self.source.check(index)
+        self._kept = np.arange(len(self.source), dtype=np.int64)
+        self.counts = {"rows": len(self.source), "too_long": 0, "nothing_to_learn": 0}
         self.tokens: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
@@ -86,7 +94,7 @@ class Examples:
         `error`, and if no row is left.
         """
         limit = self.form.max_length
-        used = np.zeros(len(self._source), dtype=bool)
+        used = np.zeros(len(self.source), dtype=bool)
         used[self._kept] = True
         long = (tokens > limit) & used
         if long.any() and self.form.over_length == "error":
@@ -94,7 +102,7 @@ class Examples:
             raise UserError(
                 f"{self._flag} {self.form.path}: {long.sum()} of {used.sum()} rows are longer than "
                 f"--max-length {limit} tokens (longest: {tokens[worst]}, "
-                f"{self._source.where(worst)}): raise it, or choose --over-length drop or truncate"
+                f"{self.source.where(worst)}): raise it, or choose --over-length drop or truncate"
             )
         if self.form.over_length == "truncate":
             long[:] = False
@@ -127,7 +135,7 @@ class Examples:
             return self
         payload = {"name": self.name, "form": dataclasses.asdict(self.form), "flag": self._flag}
         controller.call("examples.open", payload, phase="load").wait()
-        shares = np.array_split(np.arange(len(self._source)), controller.world_size)
+        shares = np.array_split(np.arange(len(self.source)), controller.world_size)
         payloads = [{"name": self.name, "indices": torch.from_numpy(share)} for share in shares]
         replies = controller.call("examples.measure", payloads, phase="load").wait()
         tokens = torch.cat([reply["tokens"] for reply in replies])
@@ -143,21 +151,35 @@ class Examples:
         """The rows of a step, resident and spread evenly over the ranks by tokens."""
         return self.load(self.at(step, count))
 
-    def load(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """These rows of the file as a batch, in this order. Each rank tokenises its own."""
+    def load(
+        self,
+        indices: npt.NDArray[np.int64],
+        *,
+        units: Sequence[int] | None = None,
+        answers: npt.NDArray[np.int64] | None = None,
+    ) -> Batch:
+        """These rows of the file as a batch, in this order. Each rank tokenises its own.
+
+        units: rows with the same number go to one rank. answers: rows whose completions stand behind
+        these rows' prompts (PreferenceRows).
+        """
         controller = current()
         Lease.flush()
         assert self.tokens is not None, "measure() first"
         lengths = self.tokens[indices].tolist()
-        lease = Lease(torch.tensor(balance(lengths, range(len(indices)), controller.world_size)))
+        units = range(len(indices)) if units is None else units
+        lease = Lease(torch.tensor(balance(lengths, units, controller.world_size)))
         positions = [
             (lease.ranks == rank).nonzero().flatten() for rank in range(controller.world_size)
         ]
         rows = torch.from_numpy(indices)
-        payloads = [
+        payloads: list[dict[str, Any]] = [
             {"name": self.name, "indices": rows[where], "row_ids": lease.row_ids[where]}
             for where in positions
         ]
+        if answers is not None:
+            for payload, where in zip(payloads, positions, strict=True):
+                payload["answers"] = torch.from_numpy(answers)[where]
         replies = controller.call("examples.load", payloads, phase="data").wait()
         columns = {"example": rows}
         for name in ("tokens", "loss_tokens"):
@@ -169,4 +191,4 @@ class Examples:
 
     def preview(self, index: int) -> TokenRow:
         """One row's tokens, made here, for people to read."""
-        return self._source.rows([index])[0]
+        return self.source.rows([index])[0]
