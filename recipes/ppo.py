@@ -153,12 +153,10 @@ def main(cfg: Config) -> None:
 
         # Learn: the critic, and from step critic_only_steps on the actor.
         factor = partial(rl.schedules.factor, step=step, total=plan.steps)
-        lr = cfg.critic_lr * factor(cfg.critic_schedule, warmup=cfg.critic_warmup_steps)
-        updates = [(critic, [value_loss], lr)]
-        if step >= cfg.critic_only_steps:
-            lr = cfg.lr * factor(cfg.schedule, warmup=cfg.warmup_steps)
-            updates.append((policy, losses, lr))
-        for network, terms, lr in updates:
+        lr = cfg.lr * factor(cfg.schedule, warmup=cfg.warmup_steps)
+        critic_lr = cfg.critic_lr * factor(cfg.critic_schedule, warmup=cfg.critic_warmup_steps)
+        updates = ((critic, [value_loss], critic_lr), (policy, losses, lr))
+        for network, terms, lr in updates[: 1 if step < cfg.critic_only_steps else 2]:
             for i in range(cfg.passes):
                 for minibatch in batch.minibatches(K, seed=cfg.seed + step + i):
                     minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()
