@@ -32,11 +32,28 @@ class EngineOptions:
     """auto: vllm on an accelerator, the built-in transformers engine on CPU."""
     max_num_seqs: int = 512
     """Most sequences decoded together."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and answer together (None: --max-prompt-length + --max-new-tokens)."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the engine's weights and computation; auto: that of --dtype."""
     bucket_mb: float = 16.0
     """Megabytes of weights that travel to the engine at a time."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the key-value cache (None: by gpu_memory_utilization; on CPU at most 4 GiB built in,
+    1 GiB for vllm)."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory for the engine's weights and cache (None: 0.5)."""
+    tensor_parallel_size: int = 1
+    """vllm: consecutive ranks that share one engine."""
+    enforce_eager: bool | None = None
+    """vllm: neither compile nor capture graphs (None: compile on an accelerator, not on CPU)."""
+    enable_prefix_caching: bool | None = None
+    """vllm: compute a prompt's beginning once (None: vllm's default)."""
+    extra: tuple[str, ...] = ()
+    """vllm: further engine arguments as NAME=VALUE, values in JSON: cpu_offload_gb=4."""
 
 
-@dataclass(frozen=True)
+    """Folder of the run, on storage that all hosts share: config, metrics, completions, plots, checkpoints."""
 class RewardOptions:
     """The reward processes of each rank."""
 
@@ -53,18 +70,18 @@ class RunOptions:
     """The run folder, checkpoints, logging and deadlines."""
 
     out: str = "runs/run"
-    """Folder of the run: config.json, metrics.jsonl, completions/, plots/, checkpoints/."""
+    """Folder of the run: config.json, metrics.jsonl, completions/, plots/, checkpoints/. On storage that all hosts share."""
     save_every: int = 100
     """Steps between checkpoints (0: only at the end)."""
     keep: int = 0
     """Checkpoints to keep, oldest deleted first (0: all)."""
     resume: str = "auto"
-    """auto: continue an unfinished folder; never: refuse an occupied one; or a checkpoint folder."""
+    """auto: continue an unfinished folder; never: refuse an occupied one; or a checkpoint folder to start from."""
     log_every: int = 1
     """Steps between console lines; metrics.jsonl has every step."""
     track: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = field(default=())
     """Trackers beside metrics.jsonl; they run in a child process and may fail without effect."""
     profile: str = ""
-    """First and last step of a torch profiler trace, as 3:5; empty for none."""
+    """First and last step (from 0) of a torch profiler trace in OUT/profile, as 3:5; empty for none."""
     stall_timeout_s: float = 600.0
     """Seconds without progress inside one phase before the job ends and names the rank."""
