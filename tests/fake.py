@@ -42,8 +42,9 @@ class FakeController:
     def exchange(self, each: list[dict]) -> list[None]:
         moving = []
         for worker, payload in zip(self.workers, each, strict=True):
-            for rank, ids in enumerate(payload["leaving"]):
-                moving.append((rank, encode_rows([(i, worker.store.rows.pop(i)) for i in ids.tolist()])))
+            for rank in set(payload["ranks"]) - {worker.world.rank}:
+                ids = payload["rows"][payload["to"] == rank].tolist()
+                moving.append((rank, encode_rows([(i, worker.store.rows.pop(i)) for i in ids])))
         for rank, encoded in moving:
             for row_id, row in decode_rows(encoded):
                 self.workers[rank].store.put(row_id, row)

@@ -214,22 +214,17 @@ class Batch:
         units = self.columns["unit"].tolist()
         number = torch.tensor(minibatch_plan(units, minibatches, seed))
         cost = self.columns.get("cost", self.columns["tokens"]).double()
-        before, after = self.ranks, torch.zeros(len(self), dtype=torch.int64)
+        after = torch.zeros(len(self), dtype=torch.int64)
         for k in range(int(number.max()) + 1):
             where = (number == k).nonzero().flatten()
             after[where] = torch.tensor(
                 balance(cost[where].tolist(), [units[i] for i in where.tolist()], world)
             )
-        ranks = list(range(world))
-        payload = []
-        for rank in ranks:
-            moving = (before == rank) & (after != rank)
-            payload.append(
-                {
-                    "leaving": [self.row_ids[moving & (after == other)] for other in ranks],
-                    "ranks": ranks,
-                }
-            )
+        # Every row names its rank, moving or not: as many bytes whatever the plan.
+        payload = [
+            {"rows": self.row_ids[where], "to": after[where].int(), "ranks": list(range(world))}
+            for where in self.by_rank()
+        ]
         controller.call("rows.exchange", payload, phase="rebalance").wait()
         for lease in self.leases:
             here = (self.row_ids >= lease.start) & (self.row_ids < lease.stop)
@@ -327,7 +322,7 @@ class Batch:
             sum=sum(p["sum"] for p in parts),
             square=sum(p["square"] for p in parts),
             weight=sum(p["weight"] for p in parts),
-            count=sum(p["count"] for p in parts),
+            count=int(sum(p["count"] for p in parts)),
             min=min(p["min"] for p in parts),
             max=max(p["max"] for p in parts),
         )

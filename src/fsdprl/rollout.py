@@ -120,7 +120,7 @@ def generate(
     return {
         "length": torch.tensor([len(c.ids) for c in completions], dtype=torch.int64),
         "truncated": torch.tensor([c.finish == "length" for c in completions], dtype=torch.bool),
-        "stats": worker.engine.stats(),
+        "stats": {name: float(value) for name, value in worker.engine.stats().items()},
     }
 
 

@@ -67,7 +67,7 @@ def reduce(worker: Worker, *, rows: Tensor, column: str, weight: Tensor) -> dict
         "sum": float((values * token_weight).sum()),
         "square": float((values.square() * token_weight).sum()),
         "weight": float(token_weight.sum()),
-        "count": len(values),
+        "count": float(len(values)),
         "min": float(values.min()) if len(values) else float("inf"),
         "max": float(values.max()) if len(values) else float("-inf"),
     }
@@ -82,9 +82,11 @@ def row_sum(worker: Worker, *, rows: Tensor, column: str) -> Tensor:
     )
 
 
-def exchange(worker: Worker, *, leaving: list[Tensor], ranks: list[int]) -> None:
-    """Trade rows with the other ranks; leaving[k] goes to ranks[k]."""
-    exchange_rows(worker.store, [ids.tolist() for ids in leaving], cpu_group(ranks))
+def exchange(worker: Worker, *, rows: Tensor, to: Tensor, ranks: list[int]) -> None:
+    """Trade rows with the other ranks; `to` is the rank each of these rows shall live on, int32 [R]."""
+    here = worker.world.rank
+    leaving = [rows[to == rank].tolist() if rank != here else [] for rank in ranks]
+    exchange_rows(worker.store, leaving, cpu_group(ranks))
 
 
 def free(worker: Worker, *, spans: list[tuple[int, int]]) -> None:
