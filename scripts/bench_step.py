@@ -6,7 +6,7 @@
 The plain loop is `PlainLoop` below: one process, transformers' model, a hand-written sampling loop
 over its key-value cache, right-padded batches, torch.optim, the reward in line. It imports nothing
 of fsdprl and does the same algorithm: 64 prompts x 8 answers of at most 10 tokens, groups that
-agree left out, old log-probs, 2 minibatches. Everyone gets all cores.
+agree left out, old log-probs, 2 minibatches. Everyone gets all cores, or --threads of them.
 
 The loop and the recipe on one and on two ranks take turns, each in a process of its own; the
 number is the median step after the first five.
@@ -136,7 +136,7 @@ def in_new_process(args: argparse.Namespace) -> list[float]:
     """plain_seconds in a process of its own."""
     command = [sys.executable, __file__, "--plain", "--model", args.model]
     command += ["--data", str(args.data), "--steps", str(args.steps)]
-    return json.loads(run(command).splitlines()[-1])
+    return json.loads(run(command, args).splitlines()[-1])
 
 
 def recipe_seconds(args: argparse.Namespace, ranks: int) -> list[float]:
@@ -166,7 +166,7 @@ def recipe_seconds(args: argparse.Namespace, ranks: int) -> list[float]:
             "run.out": Path(folder) / "run",
         }
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        run([*start, str(ROOT / "recipes" / "grpo.py"), *words])
+        run([*start, str(ROOT / "recipes" / "grpo.py"), *words], args)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     if args.phases:
@@ -176,9 +176,11 @@ def recipe_seconds(args: argparse.Namespace, ranks: int) -> list[float]:
     return [step["timing/all"] for step in steps]
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str], args: argparse.Namespace) -> str:
     """Standard output of a command that must succeed."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if args.threads:
+        env["OMP_NUM_THREADS"] = str(args.threads)
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=quickstart / "data/train.jsonl")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0, help="of a process; 0: all cores")
     parser.add_argument("--phases", action="store_true", help="print the recipe's phases as well")
     parser.add_argument("--plain", action="store_true", help="only the plain loop, as JSON")
     args = parser.parse_args()
