@@ -36,7 +36,7 @@ FLOORS = {
     """,
     # Worker: what a rank does when told.
     "3": """
-        worker serve learn rollout rows row_files feeding profiling grading reward_calls
+        worker serve learn blending rollout rows row_files feeding profiling grading reward_calls
         reward_processes reward_server engines
     """,
     # Controller: what main() holds.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdprl import advantages as advantages
     from fsdprl import corrections as corrections
+    from fsdprl import coupled as coupled
     from fsdprl import kl as kl
     from fsdprl import losses as losses
     from fsdprl import packing as packing
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fsdprl.policy import Policy as Policy
     from fsdprl.policy import Reference as Reference
     from fsdprl.policy import RewardModel as RewardModel
+    from fsdprl.policy import TrainedRewardModel as TrainedRewardModel
     from fsdprl.preferences import Preferences as Preferences
     from fsdprl.preferences import preference_sets as preference_sets
     from fsdprl.prompts import Prompts as Prompts
@@ -67,6 +69,7 @@ NAMES: dict[str, str] = {
     "Policy": "policy",
     "Reference": "policy",
     "RewardModel": "policy",
+    "TrainedRewardModel": "policy",
     "Preferences": "preferences",
     "preference_sets": "preferences",
     "Prompts": "prompts",
@@ -81,6 +84,7 @@ NAMES: dict[str, str] = {
 MODULES = (
     "advantages",
     "corrections",
+    "coupled",
     "kl",
     "losses",
     "packing",

@@ -126,14 +126,16 @@ def forward_backward(
     microbatches: Tensor,
     losses: list[dict],
     samples: dict[str, Tensor],
+    train: bool = True,
 ) -> dict[str, Any]:
     """Accumulate the gradient of sum(loss * weight) over rows and losses, one microbatch at a time.
 
+    train: False only measures the losses.
     samples: name -> [R], with `weight` and `temperature` among them; every row here has a non-zero weight.
     Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by).
     """
     network = worker.models[model].network
-    network.train()
+    network.train(train)
     functions = [resolve(FunctionRef(**loss)) for loss in losses]
     names = {name for function in functions for name in positional_names(function)}
     stored = sorted(names - set(MODEL_COLUMNS) | {"weight", "segment"})
@@ -141,23 +143,24 @@ def forward_backward(
     for positions in _places(microbatch, microbatches):
         row_ids = rows[positions].tolist()
         local = {name: values[positions] for name, values in samples.items()}
-        batch = packed(worker, row_ids, local["temperature"])
-        first, entropy = network(batch, entropy="entropy" in names)
-        made = {"entropy": entropy, "logp": first, "value": first, "score": first}
-        columns = gather_columns(worker.store, row_ids, stored, local)
-        columns = made | {
-            name: _to(values, worker.device, first.dtype) for name, values in columns.items()
-        }
-        total = (
-            first.sum() * 0.0
-        )  # connected even without rows: the collectives of backward always run
-        for function in functions if row_ids else ():
-            result = function(**{name: columns[name] for name in positional_names(function)})
-            part, metrics = weighted_sum(result, columns["weight"], columns["segment"], local)
-            total = total + part
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
-        total.backward()
+        with torch.set_grad_enabled(train):
+            batch = packed(worker, row_ids, local["temperature"])
+            first, entropy = network(batch, entropy="entropy" in names)
+            made = {"entropy": entropy, "logp": first, "value": first, "score": first}
+            columns = gather_columns(worker.store, row_ids, stored, local)
+            columns = made | {
+                name: _to(values, worker.device, first.dtype) for name, values in columns.items()
+            }
+            # connected even without rows: the collectives of backward always run
+            total = first.sum() * 0.0
+            for function in functions if row_ids else ():
+                result = function(**{name: columns[name] for name in positional_names(function)})
+                part, metrics = weighted_sum(result, columns["weight"], columns["segment"], local)
+                total = total + part
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
+        if train:
+            total.backward()
         worker.progress()
     return {name: float(value) for name, value in sums.items()}
 
@@ -214,8 +217,8 @@ def save(worker: Worker, *, model: str, out: str) -> None:
     write_snapshot(take_snapshot(m.network, plan), folder)
     if m.optimizer is not None:
         save_tensors(m.optimizer.state_tensors(), folder / "trainer")
-        if masters := narrowed_tensors(m.network, plan):
-            save_tensors(masters, folder / "trainer", stem="masters")
+    if masters := narrowed_tensors(m.network, plan):
+        save_tensors(masters, folder / "trainer", stem="masters")
 
 
 def load(worker: Worker, *, model: str, path: str) -> None:
@@ -226,8 +229,8 @@ def load(worker: Worker, *, model: str, path: str) -> None:
         m.optimizer.load_state_tensors(
             load_tensors(m.optimizer.state_tensors(), folder / "trainer")
         )
-        if masters := narrowed_tensors(m.network, save_plan(m.network, m.path)):
-            load_tensors(masters, folder / "trainer", stem="masters")
+    if masters := narrowed_tensors(m.network, save_plan(m.network, m.path)):
+        load_tensors(masters, folder / "trainer", stem="masters")
 
 
 def _places(microbatch: Tensor, microbatches: Tensor) -> list[Tensor]:

@@ -111,6 +111,24 @@ class Trained(Network):
         column of the batch; rows with weight 0 are left out. Returns the loss and each metric averaged with the same
         weights, under `actor/` names. Raises UserError for a column that does not exist.
         """
+        replies = self.measure(batch, loss, phase=self.update_phase, train=True)
+        return self.averaged(replies, self.metrics_prefix)
+
+    def evaluate(
+        self, batch: Batch, loss: Callable[..., Any] | Sequence[Callable[..., Any]]
+    ) -> dict[str, float]:
+        """What forward_backward returns, under `val/` names, without a gradient."""
+        return self.averaged(self.measure(batch, loss, phase="eval", train=False), "val")
+
+    def measure(
+        self,
+        batch: Batch,
+        loss: Callable[..., Any] | Sequence[Callable[..., Any]],
+        *,
+        phase: str,
+        train: bool,
+    ) -> list[dict[str, float]]:
+        """Each rank's sums of the losses and their metrics; with train, their gradient as well."""
         losses = list(loss) if isinstance(loss, Sequence) else [loss]
         wanted = {"weight", "temperature", "unit"}
         for function in losses:
@@ -126,25 +144,24 @@ class Trained(Network):
                 **plan,
                 "losses": [asdict_ref(function) for function in losses],
                 "samples": batch.sample_columns(sorted(wanted), where),
+                "train": train,
             }
             for where, plan in zip(positions, plans, strict=True)
         ]
-        replies = current().call("model.forward_backward", payload, phase=self.update_phase).wait()
-        return self.averaged(replies)
+        return current().call("model.forward_backward", payload, phase=phase).wait()
 
-    def averaged(self, replies: Sequence[dict[str, float]]) -> dict[str, float]:
+    @staticmethod
+    def averaged(replies: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
         """Global loss and metrics from the ranks' sums."""
         sums: dict[str, float] = {}
         for reply in replies:
             for name, value in reply.items():
                 sums[name] = sums.get(name, 0.0) + value
-        averaged = {f"{self.metrics_prefix}/loss": sums.get("loss", 0.0)}
+        averaged = {f"{prefix}/loss": sums.get("loss", 0.0)}
         for name, value in sums.items():
             if name.startswith("metric/"):
                 short = name.removeprefix("metric/")
-                averaged[f"{self.metrics_prefix}/{short}"] = value / (
-                    sums[f"weight/{short}"] or 1.0
-                )
+                averaged[f"{prefix}/{short}"] = value / (sums[f"weight/{short}"] or 1.0)
         return averaged
 
     def optim_step(
@@ -182,7 +199,7 @@ class Policy(Trained):
 
 
 class Reference(Network):
-    """A frozen policy."""
+    """A frozen policy, which may follow the one being trained."""
 
     phase = "reference_model"
 
@@ -192,6 +209,11 @@ class Reference(Network):
     def logprobs(self, batch: Batch, *, out: str = "logp_ref") -> None:
         """Log-probability of every loss token under the frozen model, into token column `out`."""
         self.run(batch, {"logp": out})
+
+    def follow(self, policy: Policy, share: float = 1.0) -> None:
+        """weights = share * the policy's + (1 - share) * its own. Track it with the run if you do."""
+        payload = {"model": self.name, "source": policy.name, "share": share}
+        current().call("model.blend", payload, phase="update").wait()
 
 
 class Critic(Trained):
@@ -236,3 +258,13 @@ class RewardModel(Network):
         scores = self.run(batch, {})
         assert isinstance(scores, torch.Tensor)
         return scores
+
+
+class TrainedRewardModel(Trained):
+    """A reward model being trained: one number a row. A loss asks it for `score`."""
+
+    kind = "reward"
+    phase = "reward_model"
+
+    def __init__(self, path: str, *, name: str = "reward_model", **options: Any) -> None:
+        super().__init__(path, name=name, **options)
