@@ -52,8 +52,9 @@ class EngineOptions:
     extra: tuple[str, ...] = ()
     """vllm: further engine arguments as NAME=VALUE, values in JSON: cpu_offload_gb=4."""
 
-
     """Folder of the run, on storage that all hosts share: config, metrics, completions, plots, checkpoints."""
+
+
 class RewardOptions:
     """The reward processes of each rank."""
 
@@ -70,7 +71,7 @@ class RunOptions:
     """The run folder, checkpoints, logging and deadlines."""
 
     out: str = "runs/run"
-    """Folder of the run: config.json, metrics.jsonl, completions/, plots/, checkpoints/. On storage that all hosts share."""
+    """Folder of the run, on storage that all hosts share: config, metrics, completions, plots, checkpoints."""
     save_every: int = 100
     """Steps between checkpoints (0: only at the end)."""
     keep: int = 0
