@@ -167,7 +167,7 @@ def test_imports_point_down(path):
     if not name:  # the public names, resolved lazily from everywhere
         return
     floor = floor_of(name)
-    assert floor is not None
+    assert floor, f"{name} is on no floor: name it once in FLOORS"
     for target, line, runs in imports_of(path):
         if (name, target) in LAZY and not runs:
             continue
