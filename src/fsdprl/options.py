@@ -52,9 +52,8 @@ class EngineOptions:
     extra: tuple[str, ...] = ()
     """vllm: further engine arguments as NAME=VALUE, values in JSON: cpu_offload_gb=4."""
 
-    """Folder of the run, on storage that all hosts share: config, metrics, completions, plots, checkpoints."""
 
-
+@dataclass(frozen=True)
 class RewardOptions:
     """The reward processes of each rank."""
 
