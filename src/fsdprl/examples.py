@@ -149,7 +149,9 @@ class Examples:
 
     def batch(self, step: int, count: int) -> Batch:
         """The rows of a step, resident and spread evenly over the ranks by tokens."""
-        return self.load(self.at(step, count))
+        batch = self.load(self.at(step, count))
+        current().timeline.count("tokens", float(batch["tokens"].sum()))
+        return batch
 
     def load(
         self,
@@ -186,7 +188,6 @@ class Examples:
             columns[name] = torch.zeros(len(rows), dtype=torch.int64)
             for where, reply in zip(positions, replies, strict=True):
                 columns[name][where] = reply[name]
-        controller.timeline.count("tokens", float(columns["tokens"].sum()))
         return Batch.of(lease, columns)
 
     def preview(self, index: int) -> TokenRow:
