@@ -41,7 +41,7 @@ FLOORS = {
     """,
     # Controller: what main() holds.
     "4": """
-        controller launch joining endings breakpoints batch policy sampler scoring resampling preferences
+        controller launch joining endings breakpoints batch policy sampler scoring resampling preferences pair_loss precomputed
         prompts examples plan run run_folder run_checkpoints metrics tracker console plots
         dryrun phases
     """,

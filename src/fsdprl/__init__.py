@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from fsdprl.options import RewardOptions as RewardOptions
     from fsdprl.options import RunOptions as RunOptions
     from fsdprl.options import ShardingOptions as ShardingOptions
+    from fsdprl.pair_loss import PairLoss as PairLoss
     from fsdprl.plan import Plan as Plan
     from fsdprl.policy import Critic as Critic
     from fsdprl.policy import Policy as Policy
     from fsdprl.policy import Reference as Reference
     from fsdprl.policy import RewardModel as RewardModel
     from fsdprl.policy import TrainedRewardModel as TrainedRewardModel
+    from fsdprl.precomputed import PrecomputedReference as PrecomputedReference
+    from fsdprl.precomputed import UniformReference as UniformReference
     from fsdprl.preferences import Preferences as Preferences
     from fsdprl.preferences import preference_sets as preference_sets
     from fsdprl.prompts import Prompts as Prompts
@@ -64,7 +67,10 @@ NAMES: dict[str, str] = {
     "RewardOptions": "options",
     "RunOptions": "options",
     "ShardingOptions": "options",
+    "PairLoss": "pair_loss",
     "Plan": "plan",
+    "PrecomputedReference": "precomputed",
+    "UniformReference": "precomputed",
     "Critic": "policy",
     "Policy": "policy",
     "Reference": "policy",

@@ -19,9 +19,9 @@ class Preferences:
     """What a step trains on, a pure function of (seed, step), counted in pairs or in single completions.
 
     A batch has two rows a pair, the chosen one first, with sample columns `chosen` (bool), `unit` (the same for
-    both) and `margin`; or one row a completion, with `desirable` (bool).
+    both) and `margin`; or one row a completion, with `desirable` (bool). `completion` numbers them across files.
 
-    Attributes: `examples`, the completions of the file; `paired`.
+    Attributes: `examples`, the completions of the file; `paired`; `offset`, number of its first completion.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Preferences:
                 f"{flag} {form.path}: needs pairs, but its rows have one completion each: "
                 f"recipes/kto.py learns from those"
             )
-        self.paired, self.seed = paired, seed
+        self.paired, self.seed, self.offset = paired, seed, 0
         self._kept = np.arange(len(self.source) // (2 if paired else 1), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -86,10 +86,12 @@ class Preferences:
         """These pairs (or completions) as a batch, in this order."""
         if not self.paired:
             batch = self.examples.load(wanted)
+            batch["completion"] = batch["example"] + self.offset
             batch["desirable"] = torch.tensor([self.source.better(i) for i in wanted.tolist()])
             return batch
         rows = np.stack((2 * wanted, 2 * wanted + 1), axis=1).reshape(-1)
         batch = self.examples.load(rows, units=(np.arange(len(rows)) // 2).tolist())
+        batch["completion"] = batch["example"] + self.offset
         batch["unit"] = batch.row_ids[::2].repeat_interleave(2)
         batch["chosen"] = torch.arange(len(rows)) % 2 == 0
         batch["margin"] = torch.tensor([self.source.margin(i) for i in rows.tolist()]).double()
@@ -108,5 +110,7 @@ def preference_sets(
     train = Preferences(form, paired=paired, seed=seed).measure()
     if eval_data:
         form = dataclasses.replace(form, path=eval_data)
-        return train, Preferences(form, paired=paired, flag="--eval-data").measure()
+        held_out = Preferences(form, paired=paired, flag="--eval-data").measure()
+        held_out.offset = len(train.source)
+        return train, held_out
     return train.split(eval_share)
