@@ -65,23 +65,24 @@ def pack(rows: Sequence[tuple[Tensor, Tensor, float]], device: torch.device) -> 
     No rows give one dummy token and S = 0: the forward and backward run, with every collective
     they contain, and add nothing. The first token of a row has no prefix and cannot be a loss token.
     """
+    real = len(rows)
     if not rows:
-        rows, real = [(torch.zeros(1), torch.zeros(1, dtype=torch.bool), 1.0)], 0
-    else:
-        real = len(rows)
-    lengths = [len(ids) for ids, _, _ in rows]
-    masks = [mask for _, mask, _ in rows]
-    assert min(lengths) > 0, "an empty row"
-    assert not any(bool(mask[0]) for mask in masks), "the first token of a row has no prefix"
-    temperatures = torch.tensor([t for _, _, t in rows], dtype=torch.float64)
-    counts = torch.tensor([int(mask.sum()) for mask in masks])
+        rows = [(torch.zeros(1), torch.zeros(1, dtype=torch.bool), 1.0)]
+    lengths = torch.tensor([len(ids) for ids, _, _ in rows])
+    assert int(lengths.min()) > 0, "an empty row"
+    starts = lengths.cumsum(0) - lengths
+    row_T = torch.arange(len(rows)).repeat_interleave(lengths)
+    mask_T = torch.cat([mask for _, mask, _ in rows])
+    assert not bool(mask_T[starts].any()), "the first token of a row has no prefix"
+    target_S = mask_T.nonzero().squeeze(1)
+    temperature_R = torch.tensor([t for _, _, t in rows], dtype=torch.float64)
     return Packed(
-        ids=torch.cat([ids.to(torch.int64) for ids, _, _ in rows]).to(device),
-        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        lengths=tuple(lengths),
-        target=torch.cat(masks).nonzero().squeeze(1).to(device),
-        temperature=temperatures.repeat_interleave(counts).to(device),
-        tempered=any(t != 1.0 for _, _, t in rows),
+        ids=torch.cat([ids for ids, _, _ in rows]).to(device, torch.int64),
+        positions=(torch.arange(len(row_T)) - starts[row_T]).to(device),
+        lengths=tuple(lengths.tolist()),
+        target=target_S.to(device),
+        temperature=temperature_R[row_T[target_S]].to(device),
+        tempered=bool((temperature_R != 1.0).any()),
         rows=real,
     )
 
@@ -126,7 +127,7 @@ class PackedModel(nn.Module):
         if self.kind == "reward":
             ends = torch.tensor(packed.lengths).cumsum(0)[: packed.rows] - 1
             return self._score(hidden_TH[ends.to(hidden_TH.device)]), None
-        hidden_SH = hidden_TH[packed.target - 1]
+        hidden_SH = hidden_TH.index_select(0, packed.target - 1)
         if self.kind == "value":
             return self._score(hidden_SH), None
         head = self.hf.get_output_embeddings()
