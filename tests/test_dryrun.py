@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from fsdprl.config import Flags
 from fsdprl.controller import Controller, set_current
-from fsdprl.dryrun import memory_estimate, show
+from fsdprl.dryrun import engine_estimate, memory_estimate, show
 from fsdprl.options import EngineOptions, ShardingOptions
 from fsdprl.prompts import prompt_sets
 from fsdprl.world import World
@@ -43,7 +43,7 @@ TOTAL = 2 * LAYER + OUTSIDE
 
 def test_bytes_by_hand(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdprl.dryrun.GIB", 1.0)  # whole bytes
-    lines = memory_estimate(checkpoint, 4, "bfloat16", OPTIONS, engine=EngineOptions(bucket_mb=16))
+    lines = memory_estimate(checkpoint, 4, "bfloat16", OPTIONS)
     assert lines[0] == f"{TOTAL:,} parameters over 4 ranks"
     parts = gib(lines)
     together = parts.pop("a rank, together about")
@@ -54,10 +54,12 @@ def test_bytes_by_hand(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
         "gathered layers": 2 * (2 * LAYER + OUTSIDE),
         "logits chunk": 256 * 5000 * 4 * 2,
         "activations of 1,024 tokens": 1024 * 2 * 34 * 64,
-        "weight bucket": 16e6,
-        "built-in engine, replica": 2 * TOTAL,
     }
     assert together == sum(parts.values())
+    engine = gib(engine_estimate(checkpoint, "bfloat16", EngineOptions(bucket_mb=16), "transformers"))
+    assert engine == {"weight bucket": 16e6, "replica of the model": 2 * TOTAL}
+    told = engine_estimate(checkpoint, "bfloat16", EngineOptions(gpu_memory_utilization=0.3), "vllm")
+    assert told == ["vllm: 30% of the device (--engine.gpu-memory-utilization)"]
 
 
 def test_what_is_not_trained_has_no_gradients(checkpoint: str, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from fsdprl.errors import UserError
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -28,11 +28,15 @@ def find_checkpoint(path: str, *, flag: str = "--model") -> CheckpointFiles:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if folder.is_file() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-            raise UserError(f"{flag} {path}: no such folder; give a Hugging Face checkpoint folder or a hub name")
+            raise UserError(
+                f"{flag} {path}: no such folder; give a Hugging Face checkpoint folder or a hub name"
+            )
         folder = _from_hub(path, flag)
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise UserError(f"{flag} {path}: {config_file} is missing, so this is no Hugging Face checkpoint")
+        raise UserError(
+            f"{flag} {path}: {config_file} is missing, so this is no Hugging Face checkpoint"
+        )
     try:
         config = json.loads(config_file.read_text())
     except ValueError as error:

@@ -45,7 +45,6 @@ def memory_estimate(
     dtype: str,
     options: ShardingOptions,
     *,
-    engine: EngineOptions | None = None,
     trained: bool = True,
 ) -> list[str]:
     """Lines with the bytes that a model takes on each of `world` ranks, from its config.json alone.
@@ -53,9 +52,8 @@ def memory_estimate(
     path: a Hugging Face checkpoint or config. dtype: of the computation. trained: with float32
     masters, gradients and two Adam moments, sharded over world / replicate ranks; otherwise the
     weights alone. Beside them come one gathered layer and the next, the chunk of logits and its
-    gradient, a bucket of weights on their way, and activations by the usual rule of thumb; the built-in
-    engine's replica is counted where `engine` asks for it. A vLLM engine takes the share of the
-    device it is told to. An estimate: allocator slack and kernels' workspaces come on top.
+    gradient, and activations by the usual rule of thumb. An estimate: allocator slack and kernels'
+    workspaces come on top.
     """
     config, total, layer, outside = parameter_counts(path)
     shards = max(1, world // options.replicate)
@@ -76,13 +74,19 @@ def memory_estimate(
         # Saved for backward: inputs only, or about 34 bytes per token and hidden unit in 16 bits.
         saved = width * hidden if options.activation_checkpointing else 17 * width * hidden
         parts[f"activations of {tokens:,} tokens"] = float(tokens * depth * saved)
-    if engine is not None:
-        parts["weight bucket"] = engine.bucket_mb * 1e6
-        if engine.kind != "vllm":
-            parts["built-in engine, replica"] = width * total
     lines = [f"{total:,} parameters over {shards} rank{'s' if shards > 1 else ''}"]
     lines += [f"{name:<36} {size / GIB:8.3f} GiB" for name, size in parts.items()]
     return [*lines, f"{'a rank, together about':<36} {sum(parts.values()) / GIB:8.3f} GiB"]
+
+
+def engine_estimate(path: str, dtype: str, engine: EngineOptions, kind: str) -> list[str]:
+    """Lines with the bytes that the sampling engine takes on a rank beside its key-value cache."""
+    if kind == "vllm":
+        share = 0.5 if engine.gpu_memory_utilization is None else engine.gpu_memory_utilization
+        return [f"vllm: {share:.0%} of the device (--engine.gpu-memory-utilization)"]
+    _, total, _, _ = parameter_counts(path)
+    parts = {"replica of the model": BYTES[dtype] * total, "weight bucket": engine.bucket_mb * 1e6}
+    return [f"{name:<36} {size / GIB:8.3f} GiB" for name, size in parts.items()]
 
 
 def parameter_counts(path: str) -> tuple[Any, int, int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdprl.batch import Batch, asdict_ref
 from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.controller import current
+from fsdprl.device import device_type
 from fsdprl.dryrun import memory_estimate
 from fsdprl.functions import positional_names
 from fsdprl.options import DType, ShardingOptions
@@ -49,14 +50,14 @@ class Network:
         self.name, self.path = name, path
         self.sharding = sharding or ShardingOptions()
         self.config = find_checkpoint(path, flag=flag).config
+        device = device_type() if controller.flags.dry_run else controller.device_type
+        self.dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
         if controller.flags.dry_run:
-            self.dtype = dtype or "bfloat16"
             lines = memory_estimate(
                 path, controller.world_size, self.dtype, self.sharding, trained=self.trained
             )
             controller.report.append((f"memory of {name}", lines))
             return
-        self.dtype = dtype or ("float32" if controller.device_type == "cpu" else "bfloat16")
         payload = {
             "model": name,
             "path": path,

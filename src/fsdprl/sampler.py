@@ -14,6 +14,8 @@ from torch import Tensor
 from fsdprl.batch import Batch, Lease
 from fsdprl.controller import current
 from fsdprl.data.prompt import Prompt
+from fsdprl.device import device_type
+from fsdprl.dryrun import engine_estimate
 from fsdprl.options import EngineOptions
 from fsdprl.packing import attention_cost
 from fsdprl.policy import Policy
@@ -67,11 +69,14 @@ class Sampler:
             "stop": list(stop),
         }
         options = engine or EngineOptions()
-        if controller.flags.dry_run:
-            return
+        device = device_type() if controller.flags.dry_run else controller.device_type
         self.kind = options.kind
         if self.kind == "auto":
-            self.kind = "transformers" if controller.device_type == "cpu" else "vllm"
+            self.kind = "transformers" if device == "cpu" else "vllm"
+        if controller.flags.dry_run:
+            lines = engine_estimate(policy.path, policy.dtype, options, self.kind)
+            controller.report.append(("memory of the engine", lines))
+            return
         controller.facts["engine"] = self.kind
         payload = {
             "kind": self.kind,
