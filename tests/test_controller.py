@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 
 from fsdprl import watch as watch_module
 from fsdprl.controller import Controller, Timeline, current, set_current
@@ -197,6 +198,19 @@ def test_a_stall_names_the_rank_that_is_behind_with_its_stack(ranks):
     assert "rank 0 on host0 does not move either, after 5 steps" in error.message
     assert "in nap" in error.message and "rank 2" not in error.message
     assert re.search(r"in nap\n\s+time\.sleep\(", error.text)
+
+
+def test_a_rank_inside_a_collective_waits_for_the_culprit_however_far_that_got(ranks):
+    def gather(worker):
+        if worker.world.rank == 0:  # a Python frame of torch.distributed, as a collective has
+            _apply_to_tensors(lambda _: time.sleep(30), [torch.zeros(1)])
+        for _ in range(7):
+            worker.progress()
+        time.sleep(30)
+
+    with pytest.raises(RemoteError, match=r"rank 1 on host1 stalled in gather") as caught:
+        ranks(2, {"gather": gather}).controller.call("gather", {}, stall_s=0.5).wait()
+    assert "after 7 steps" in caught.value.message
 
 
 def test_progress_holds_the_deadline_off(ranks):

@@ -78,22 +78,23 @@ def tell_torchrun() -> None:
 
 
 def stacks(serving: int | None) -> dict[str, Any]:
-    """Python stacks of all threads but this one, the serving thread's first.
+    """Python stacks of all threads but the control plane's own, the serving thread's first.
 
-    `where` is the serving thread's innermost line; `waiting` whether any thread is inside
-    torch.distributed, as a rank is that waits for another.
+    `where` is the serving thread's innermost line; `waiting` whether it, or a thread of autograd's,
+    is inside torch.distributed, as a rank is that waits for another.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
     where, waiting, parts = "not serving yet", False, []
-    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != serving):
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != serving):
+        name = names.get(ident, "native")
+        if name in ("lifeline", "watch"):
+            continue
         stack = traceback.extract_stack(frame)
-        waiting |= any(f"torch{os.sep}distributed{os.sep}" in line.filename for line in stack)
         if ident == serving:
-            last = stack[-1]
-            where = f"{last.filename}:{last.lineno} in {last.name}"
-        parts.append(f"Thread {names.get(ident, ident)}:\n{''.join(stack.format())}")
+            where = f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+        if ident == serving or name == "native":
+            waiting |= any(f"torch{os.sep}distributed{os.sep}" in line.filename for line in stack)
+        parts.append(f"Thread {name}:\n{''.join(stack.format())}")
     return {"text": "\n".join(parts)[:100_000], "where": where, "waiting": waiting}
 
 

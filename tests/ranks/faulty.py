@@ -65,6 +65,7 @@ def main(cfg: Config) -> None:
     controller.step = 12
     controller.on_exit.append(lambda cause: note(cfg, "cause", json.dumps(cause)))
     controller.pause_hooks.append(lambda paused: print("paused" if paused else "resumed"))
+    note(cfg, "began", "yes")
     CASES[cfg.case](cfg, controller, last)
     print("main is done", flush=True)
 

@@ -18,6 +18,13 @@ def faulty(case: str, out: Path, *flags: str, ranks: int = 2, **options) -> Job:
     return Job([FAULTY, f"--case={case}", f"--out={out}", *flags], ranks=ranks, **options)
 
 
+def struck(case: str, out: Path) -> End:
+    """The end of a job of two ranks that something befalls. torchrun would take 30 s to kill them."""
+    job = faulty(case, out)
+    job.until(out / "began")
+    return job.end(25.0)
+
+
 def cause(out: Path) -> dict:
     return json.loads((out / "cause").read_text())
 
@@ -37,7 +44,7 @@ def test_a_normal_run_ends_quietly_with_zero(tmp_path, ranks):
 
 
 def test_a_verb_that_raises(tmp_path):
-    end = faulty("raise_in_verb", tmp_path).end()
+    end = struck("raise_in_verb", tmp_path)
     assert end.code == 1 and "main is done" not in end.out
     check_one_message(end, "raised in update (at faulty.py:")
     assert end.err.index("ValueError: the verb is broken") < end.err.index("fsdprl: rank 1 on ")
@@ -48,14 +55,14 @@ def test_a_verb_that_raises(tmp_path):
 
 
 def test_a_rank_killed_in_a_verb_is_a_death_and_not_a_preemption(tmp_path):
-    end = faulty("kill_in_verb", tmp_path).end()
+    end = struck("kill_in_verb", tmp_path)
     assert end.code == 1
     check_one_message(end, "died in rollout: its process is gone")
     assert cause(tmp_path)["kind"] == "died" and cause(tmp_path)["rank"] == 1
 
 
 def test_a_rank_killed_while_main_is_busy_with_its_own(tmp_path):
-    end = faulty("kill_while_main_is_busy", tmp_path).end()
+    end = struck("kill_while_main_is_busy", tmp_path)
     assert end.code == 1
     check_one_message(end, "died while idle: its process is gone")
     assert cause(tmp_path)["kind"] == "died"
@@ -68,20 +75,20 @@ def test_a_rank_that_dies_before_it_connects_is_named(tmp_path):
 
 
 def test_a_stopped_rank_is_frozen(tmp_path):
-    end = faulty("stop", tmp_path).end()
+    end = struck("stop", tmp_path)
     assert end.code == 1
     check_one_message(end, "is frozen in rollout: its process is stopped (state T)")
     assert cause(tmp_path)["rank"] == 1
 
 
 def test_a_stopped_controller_is_ended_by_its_ranks(tmp_path):
-    end = faulty("controller_stopped", tmp_path).end()
+    end = struck("controller_stopped", tmp_path)
     assert end.code == 1
     check_one_message(end, "rank 0, the controller, is frozen: its process is stopped (state T)")
 
 
 def test_a_stall_names_the_rank_that_others_wait_for(tmp_path):
-    end = faulty("stall", tmp_path).end()
+    end = struck("stall", tmp_path)
     assert end.code == 1
     check_one_message(end, "stalled in update: no progress")
     assert "time.sleep(120)" in end.err and "fsdprl: rank 1 on" in end.err
@@ -90,7 +97,7 @@ def test_a_stall_names_the_rank_that_others_wait_for(tmp_path):
 
 
 def test_a_killed_controller_leaves_nothing(tmp_path):
-    end = faulty("controller_killed", tmp_path).end()
+    end = struck("controller_killed", tmp_path)
     assert end.code == 1
     check_one_message(end, "fsdprl: rank 0, the controller, is gone")
 
