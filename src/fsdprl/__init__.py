@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
     from fsdprl.data.chat import PromptFormat as PromptFormat
+    from fsdprl.data.chat import load_tokenizer as load_tokenizer
     from fsdprl.data.example_rows import ExampleFormat as ExampleFormat
     from fsdprl.data.example_rows import OverLength as OverLength
     from fsdprl.data.preference_rows import PreferenceFormat as PreferenceFormat
@@ -57,6 +58,7 @@ NAMES: dict[str, str] = {
     "RemoteError": "errors",
     "UserError": "errors",
     "PromptFormat": "data.chat",
+    "load_tokenizer": "data.chat",
     "ExampleFormat": "data.example_rows",
     "OverLength": "data.example_rows",
     "PreferenceFormat": "data.preference_rows",

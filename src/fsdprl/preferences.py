@@ -80,7 +80,9 @@ class Preferences:
 
     def batch(self, step: int, count: int) -> Batch:
         """The rows of a step, resident and spread evenly over the ranks by tokens, pairs together."""
-        return self.load(self.at(step, count))
+        batch = self.load(self.at(step, count))
+        current().timeline.count("tokens", float(batch["tokens"].sum()))
+        return batch
 
     def load(self, wanted: npt.NDArray[np.int64]) -> Batch:
         """These pairs (or completions) as a batch, in this order."""
