@@ -131,7 +131,7 @@ class Controller:
         self._handles: dict[int, Handle] = {}
         self._seq = 0
         self._thread = threading.get_ident()
-        self._slow: dict[tuple[str, int], int] = {}
+        self._slow: dict[str, tuple[int, int]] = {}
 
     def connect(self, wire: Wire, watch: Watch) -> None:
         """Give it the ranks. Without (dry run) there is nobody to call."""
@@ -227,17 +227,15 @@ class Controller:
         rank, longest = max(handle.seconds.items(), key=lambda item: item[1])
         usual = statistics.median_low(handle.seconds.values())
         slow = longest > 3 * usual and longest - usual > 1.0
-        key = handle.verb, rank
-        times = self._slow.get(key, 0) + 1 if slow else 0
-        self._slow = {k: n for k, n in self._slow.items() if k[0] != handle.verb or n >= 3}
-        if self._slow.get(key, 0) < 3:
-            self._slow[key] = times
-            if times == 3:
-                print(
-                    f"fsdprl: {self._watch.peers[rank]} is slow in {handle.phase}: "
-                    f"{longest:.1f} s, where others take {usual:.1f} s",
-                    file=sys.stderr,
-                )
+        last, times = self._slow.get(handle.verb, (rank, 0))
+        times = times + 1 if slow and rank == last else int(slow)
+        self._slow[handle.verb] = rank, times
+        if times == 3:
+            print(
+                f"fsdprl: {self._watch.peers[rank]} is slow in {handle.phase}: "
+                f"{longest:.1f} s, where others take {usual:.1f} s",
+                file=sys.stderr,
+            )
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -67,9 +67,14 @@ class Joining:
         contact = {"host": host, "port": port, "endpoint": wire.endpoint, "token": token}
         contact |= {"pid": os.getpid(), "local_size": world.local_size}
         store.set("controller", encode(contact))
-        server = threading.Thread(
-            target=self.serve, args=(contact, store), name="serve", daemon=True
-        )
+
+        def serve() -> None:
+            try:
+                self.serve(contact, store)
+            except BaseException as error:  # before its lifeline could tell
+                watch.fail_first_rank(error)
+
+        server = threading.Thread(target=serve, name="serve", daemon=True)
         server.start()
         return wire, watch, server
 
@@ -122,7 +127,7 @@ def fingerprint(recipe: Path) -> dict[str, str]:
     package = Path(__file__).parent
     files = {recipe.name: [recipe], "the fsdprl package": sorted(package.rglob("*.py"))}
     for module in list(sys.modules.values()):
-        file = Path(getattr(module, "__file__", None) or "/")
+        file = Path(str(getattr(module, "__file__", "")))
         inside = file.is_relative_to(recipe.parent) and not file.is_relative_to(package)
         if file.suffix == ".py" and inside and "site-packages" not in file.parts:
             files[str(file.relative_to(recipe.parent))] = [file]

@@ -56,6 +56,9 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         options = getattr(cfg, "run", None)
         if isinstance(options, RunOptions) and not flags.dry_run:
             preflight(options, fields, quiet=world.rank != 0)
+        recipe = Path(str(getattr(sys.modules[main.__module__], "__file__", None))).resolve()
+        if not recipe.is_file():
+            raise UserError("launch(main, ...): main must be in a file, which every rank runs")
     except (UserError, SystemExit) as error:
         _refuse(world, error)
     if world.rank != 0 and flags.dry_run:
@@ -63,7 +66,6 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     if world.torchrun:
         die_with_parent()
     faulthandler.enable()
-    recipe = Path(sys.modules[main.__module__].__file__ or "recipe.py").resolve()
     joining = Joining(world, flags, recipe, seed=int(getattr(cfg, "seed", 0)))
     if world.rank != 0:
         joining.follow()
@@ -103,9 +105,9 @@ class Lead:
                     self._start()
                 main()
                 self._stop()
+            self._once.acquire()  # from here on a first signal changes nothing
         except BaseException as error:
             self._end(error)
-        self._once.acquire()  # from here on a first signal changes nothing
         written = self._call_hooks({"kind": "finished", "message": ""})
         self.controller.close()
         set_current(None)

@@ -1,4 +1,4 @@
-"""Processes and lifelines: how a rank says that it is alive and moving, and learns that the controller is gone.
+"""Processes and lifelines: how a rank says that it lives and moves, and learns of the controller's end.
 
 A lifeline is one plain TCP connection per rank, served by threads on both ends. Its end of file is a
 death, seen at once by both sides; watch.py, the controller's end, judges the rest.
@@ -30,6 +30,9 @@ BEAT_S = 1.0
 FROZEN_S = 15.0
 """Silence after which a process is asked about; stopped for that long means frozen."""
 
+VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
+"""Socket options, in s, s, probes and ms: idle connections are probed, sent bytes must be received."""
+
 _LENGTH = struct.Struct("<I")
 _FRAME_LIMIT = 4 << 20
 
@@ -52,17 +55,8 @@ def process_state(pid: int) -> str | None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this host still runs (a zombie does not)."""
-    state = process_state(pid)
-    return state not in (None, "Z", "X") if sys.platform == "linux" else _exists(pid)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
+    """Whether a process of this host still runs (a zombie does not; nor does any where no /proc tells)."""
+    return process_state(pid) not in (None, "Z", "X")
 
 
 def tell_torchrun() -> None:
@@ -104,11 +98,11 @@ class Channel:
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         sock.settimeout(10.0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that vanishes sends no end of file: ask its kernel, and give up after 5 + 3 * 3 s.
+        # A host that vanishes sends no end of file: ask its kernel, and give up after 14 s.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+        for option, value in VANISHED.items():
             if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.sock = sock
         self.token = token
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,15 @@ class Watch(threading.Thread):
         what = f"rank {named} had not connected {when}"
         return RemoteError(what, rank=ranks[0], host=host, phase="connect", kind="died")
 
+    def fail_first_rank(self, error: BaseException) -> None:
+        """Rank 0 could not even start to serve."""
+        host, text = self._world.host, "".join(traceback.format_exception(error))
+        what = f"rank 0 on {host} raised in connect"
+        with self._lock:
+            self._fail(
+                RemoteError(what, rank=0, host=host, phase="connect", kind="raised", text=text)
+            )
+
     def expect(self, ranks: Iterable[int], job: Job) -> None:
         """Note that these ranks were told to run a verb."""
         now = time.monotonic()
@@ -135,7 +145,9 @@ class Watch(threading.Thread):
     def finished(self, rank: int, seq: int) -> None:
         """Note that a rank's reply to a verb is here."""
         with self._lock:
-            self._advance(self.peers[rank], seq, 0)
+            peer = self.peers[rank]
+            if seq > peer.done:  # else the beats have said so already
+                self._advance(peer, seq, 0)
 
     @property
     def idle(self) -> bool:
@@ -184,6 +196,8 @@ class Watch(threading.Thread):
             neglected = self.failure and not (self.taken or self.paused)
             if neglected and now - self._failed_at > GRACE_S:
                 self.on_neglect()
+        self._listener.close()
+        self._selector.close()
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
@@ -260,11 +274,8 @@ class Watch(threading.Thread):
         if self._relaxed or self.paused:
             return
         for peer in self.peers.values():
-            if (
-                now - peer.heard > liveness.FROZEN_S
-                and peer.local
-                and process_state(peer.pid) == "T"
-            ):
+            silent = now - peer.heard > liveness.FROZEN_S
+            if silent and peer.local and process_state(peer.pid) == "T":
                 return self._frozen(peer, now)
         late = [peer for peer in self.peers.values() if peer.stalled(now)]
         if late and self._asked is None:
