@@ -27,7 +27,7 @@ FLOORS = {
     # Wire: processes, bytes and files, no models.
     "1": """
         errors functions world device mesh wire liveness watch store exchange records sidecar
-        checkpoint_files safetensors_file config_file config
+        checkpoint_files safetensors_file config_file config engine_choice
     """,
     # Model: one rank's share of a network.
     "2": """

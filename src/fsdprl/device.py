@@ -92,6 +92,11 @@ def has_fused_adamw(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+def total_memory_bytes() -> int:
+    """Bytes of memory of this rank's accelerator."""
+    return int(_vendor().mem_get_info()[1])
+
+
 def _vendor():
     """torch.cuda, torch.npu, ...: memory statistics are not yet on torch.accelerator in 2.11."""
     return getattr(torch, device_type())

@@ -16,6 +16,7 @@ from fsdprl.controller import current
 from fsdprl.data.prompt import Prompt
 from fsdprl.device import device_type
 from fsdprl.dryrun import engine_estimate
+from fsdprl.engine_choice import choose_engine
 from fsdprl.options import EngineOptions
 from fsdprl.packing import attention_cost
 from fsdprl.policy import Policy
@@ -70,11 +71,10 @@ class Sampler:
         }
         options = engine or EngineOptions()
         device = device_type() if controller.flags.dry_run else controller.device_type
-        self.kind = options.kind
-        if self.kind == "auto":
-            self.kind = "transformers" if device == "cpu" else "vllm"
+        self.kind = choose_engine(options, device, controller.world_size)
+        dtype = policy.dtype if options.dtype == "auto" else options.dtype
         if controller.flags.dry_run:
-            lines = engine_estimate(policy.path, policy.dtype, options, self.kind)
+            lines = engine_estimate(policy.path, dtype, options, self.kind)
             controller.report.append(("memory of the engine", lines))
             return
         controller.facts["engine"] = self.kind
@@ -82,7 +82,7 @@ class Sampler:
             "kind": self.kind,
             "path": policy.path,
             "options": asdict(options),
-            "dtype": policy.dtype,
+            "dtype": dtype,
             "max_model_len": max_prompt_length + max_new_tokens,
             "seed": seed,
             "chat_template": chat_template,

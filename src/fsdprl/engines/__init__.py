@@ -6,12 +6,14 @@ token ids and gives token ids: text is never encoded again on the way to the tra
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from fsdprl.checkpoint_files import find_checkpoint
+from fsdprl.engine_choice import choose_engine
 from fsdprl.errors import UserError
 from fsdprl.options import EngineOptions
 from fsdprl.world import World
@@ -138,6 +140,20 @@ class Engine(Protocol):
         ...
 
 
+def answer_limits(requests: Sequence[Request], sampling: Sampling, max_model_len: int) -> list[int]:
+    """Tokens that each request may draw.
+
+    Raises UserError for a prompt that is empty or leaves no room below max_model_len.
+    """
+    for ordinal, request in enumerate(requests):
+        if not 0 < len(request.ids) < max_model_len:
+            raise UserError(
+                f"request {ordinal} has a prompt of {len(request.ids)} tokens; the engine takes 1 to "
+                f"{max_model_len - 1} (--max-prompt-length plus --max-new-tokens, less one)"
+            )
+    return [min(sampling.max_new_tokens, max_model_len - len(r.ids)) for r in requests]
+
+
 def build_engine(
     kind: str,
     path: str,
@@ -149,24 +165,26 @@ def build_engine(
     max_model_len: int,
     seed: int,
 ) -> Engine:
-    """Build the engine of this rank for the checkpoint folder `path`, without its weights.
+    """Build the engine of this rank for the checkpoint `path`, without its weights.
 
-    kind: "transformers", "vllm", or "auto" (vllm on an accelerator). max_model_len: most tokens of
-    prompt and answer together. For vLLM this is a collective over all ranks.
+    kind: "transformers", "vllm", or "auto" (vllm on an accelerator). dtype, max_model_len: of the
+    engine, where the options do not say otherwise. For vLLM this is a collective over all ranks.
     Raises UserError for an architecture or an option that the engine cannot honour.
     """
-    if kind == "auto":
-        kind = "transformers" if device.type == "cpu" else "vllm"
-    if kind == "transformers":
+    chosen = choose_engine(replace(options, kind=kind), device.type, world.size)
+    folder = str(find_checkpoint(path).folder)
+    dtype = dtype if options.dtype == "auto" else options.dtype
+    max_model_len = options.max_model_len or max_model_len
+    if chosen == "transformers":
         from fsdprl.engines.transformers import TransformersEngine
 
         return TransformersEngine(
-            path, options, device=device, dtype=dtype, max_model_len=max_model_len
+            folder, options, device=device, dtype=dtype, max_model_len=max_model_len
         )
     from fsdprl.engines.vllm import VllmEngine
 
     return VllmEngine(
-        path,
+        folder,
         options,
         world=world,
         device=device,

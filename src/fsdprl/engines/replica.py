@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdprl.attention import architecture
-from fsdprl.engines import EngineError
+from fsdprl.engines.arrivals import Arrivals, Expected
 from fsdprl.engines.kvcache import IMPLEMENTATION, Decode, KVCache, Prefill
 from fsdprl.errors import UserError
 from fsdprl.hf_layout import Item, hf_items
@@ -42,6 +42,7 @@ class Replica:
         self.body: nn.Module = self.hf.get_decoder()
         self.head: nn.Module = self.hf.get_output_embeddings()
         self.vocabulary: int = self.head.weight.shape[0]  # type: ignore[assignment]
+        self.weight_bytes = sum(p.nbytes for p in self.hf.parameters())
         self.cache = self._probe()
         self.checked = False
 
@@ -76,22 +77,18 @@ class Replica:
         shape or type, or not finite.
         """
         holders = dict(self.hf.named_parameters()) | dict(self.hf.named_buffers())
-        wanted = {item.name: item for item in self.items}
-        checksums: dict[str, int] = {}
-        for bucket in buckets:
+        places = {
+            item.name: holders[item.param].data.view(-1)[item.start : item.start + item.numel]
+            for item in self.items
+        }
+        arrivals = Arrivals(
+            {item.name: Expected(item.shape, places[item.name].dtype) for item in self.items}
+        )
+        for bucket in arrivals.of(buckets):
             for name, tensor in bucket.tensors:
-                item = wanted.get(name)
-                holder = holders[item.param].data if item else tensor
-                expected = (item.shape, holder.dtype) if item else None
-                check_arrival(name, tensor, expected, doubled=name in checksums)
-                assert item is not None
-                place = holder.view(-1).narrow(0, item.start, item.numel).view(item.shape)
-                place.copy_(tensor)
-                checksums[name] = tensor_checksum(place)
-        missing = [name for name in wanted if name not in checksums]
-        if missing:
-            raise EngineError(missing_text(missing))
-        return checksums
+                place = places[name].view(tensor.shape)
+                arrivals.checksums[name] = tensor_checksum(place.copy_(tensor))
+        return arrivals.checksums
 
     def prefill(self, ids: Tensor, last: Tensor) -> tuple[Prefill, Tensor]:
         """Whole prompts, ids int64 [P, T] padded on the right; logits float32 [P, V] at index `last`."""
@@ -200,38 +197,3 @@ def refuse_windows(config: Any, max_model_len: int) -> None:
             f"--max-prompt-length and --max-new-tokens together are {max_model_len} tokens, but {name} "
             f"has {limit} positions (max_position_embeddings in its config.json)"
         )
-
-
-def check_arrival(
-    name: str,
-    tensor: Tensor,
-    expected: tuple[tuple[int, ...], torch.dtype] | None,
-    *,
-    doubled: bool,
-) -> None:
-    """Raise EngineError, naming the tensor, unless it is what the engine waits for.
-
-    expected: shape and dtype under this name, None if there is none. doubled: it has come before.
-    """
-    if expected is None:
-        raise EngineError(f"unexpected weight {name} {tuple(tensor.shape)}: the engine has none")
-    if doubled:
-        raise EngineError(f"weight {name} came twice in one update")
-    shape, dtype = expected
-    if tuple(tensor.shape) != shape:
-        raise EngineError(
-            f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {shape}"
-        )
-    if tensor.dtype != dtype:
-        raise EngineError(f"weight {name} is {tensor.dtype}, the engine's is {dtype}")
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return
-    low, high = tensor.aminmax()  # NaN passes through either; no temporary of the tensor's size
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise EngineError(f"weight {name} is not finite: NaN or infinity in the trained parameter")
-
-
-def missing_text(missing: list[str]) -> str:
-    """The message for weights that did not come."""
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"the update lacks weight {missing[0]}{more}: the engine keeps refusing to generate"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fsdprl.engines import Completion, EngineError, Request, Sampling
+from fsdprl.device import total_memory_bytes
+from fsdprl.engines import Completion, EngineError, Request, Sampling, answer_limits
 from fsdprl.engines.batching import Decoding
 from fsdprl.engines.replica import Replica
 from fsdprl.engines.stopping import StopRule, end_tokens, load_tokenizer
@@ -17,8 +18,8 @@ from fsdprl.stream import Bucket
 
 CPU_CACHE_BYTES = 4 << 30
 """Most bytes of keys and values on CPU; fewer sequences are decoded together beyond it."""
-ACCELERATOR_CACHE_SHARE = 0.5
-"""Share of the free device memory that keys and values may take when a call begins."""
+MEMORY_UTILIZATION = 0.5
+"""Share of an accelerator's memory for weights and cache, where the options do not say."""
 
 TAGS = ("weights", "kv_cache")
 
@@ -60,7 +61,7 @@ class TransformersEngine:
             raise EngineError(f"the engine cannot generate: {self.unready}")
         if not requests:
             return []
-        limits = [self._room(i, request, sampling) for i, request in enumerate(requests)]
+        limits = answer_limits(requests, sampling, self.max_model_len)
         decoding = Decoding(
             self.replica,
             requests,
@@ -77,25 +78,20 @@ class TransformersEngine:
         self._counts["generated_tokens"] += sum(len(c.ids) for c in completions)
         return completions
 
-    def _room(self, ordinal: int, request: Request, sampling: Sampling) -> int:
-        """Tokens that the request may draw."""
-        room = self.max_model_len - len(request.ids)
-        if not request.ids or room < 1:
-            raise UserError(
-                f"request {ordinal} has a prompt of {len(request.ids)} tokens; the engine takes 1 to "
-                f"{self.max_model_len - 1} (--max-prompt-length plus --max-new-tokens, less one)"
-            )
-        return min(sampling.max_new_tokens, room)
-
     def _slots(self, requests: Sequence[Request], limits: Sequence[int]) -> int:
         """Sequences that decode together: as asked, or as many as memory holds."""
         longest = max(len(r.ids) + limit for r, limit in zip(requests, limits, strict=True))
-        room = CPU_CACHE_BYTES
-        if self.device.type != "cpu":
-            free = torch.accelerator.get_memory_info(self.device)[0]
-            room = int(free * ACCELERATOR_CACHE_SHARE) + self.replica.cache.memory.nbytes
-        fits = room // (self.replica.cache.bytes_per_token * longest)
+        fits = self._cache_bytes() // (self.replica.cache.bytes_per_token * longest)
         return max(1, min(self.options.max_num_seqs, fits))
+
+    def _cache_bytes(self) -> int:
+        """Most bytes of keys and values."""
+        if self.options.kv_cache_memory_bytes is not None:
+            return self.options.kv_cache_memory_bytes
+        if self.device.type == "cpu":
+            return CPU_CACHE_BYTES
+        share = self.options.gpu_memory_utilization or MEMORY_UTILIZATION
+        return int(total_memory_bytes() * share) - self.replica.weight_bytes
 
     def update_weights(self, buckets: Iterator[Bucket], version: int) -> dict[str, int]:
         """See `Engine.update_weights`."""
