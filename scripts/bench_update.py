@@ -149,10 +149,11 @@ class Plain:
             padded = None if len(batch) == 1 else real.long()
             with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
                 logits = self.model(ids, attention_mask=padded, use_cache=False).logits
+            wanted = ids.roll(-1, dims=1)  # the last column predicts nothing and is masked
             losses = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
+                logits.flatten(0, 1).float(), wanted.flatten(), reduction="none"
             )
-            loss = losses[real[:, 1:]].sum() * self.scale
+            loss = losses.view_as(ids)[:, :-1][real[:, 1:]].sum() * self.scale
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
