@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fsdprl.attention import IMPLEMENTATION, architecture, plan_segments, refuse_unsupported
+from fsdprl.checkpoint_files import find_checkpoint
+from fsdprl.checkpoint_io import load_weights
 from fsdprl.errors import UserError
 from fsdprl.heads import head_logp
 from fsdprl.options import ShardingOptions
@@ -200,9 +202,6 @@ def load_model(
     Raises UserError for what is no usable checkpoint, for an unsupported architecture, for a frozen
     reward model without a score head, and where packed and own log-probs differ.
     """
-    from fsdprl.checkpoint_files import find_checkpoint
-    from fsdprl.checkpoint_io import load_weights
-
     folder = find_checkpoint(str(path)).folder
     compute = DTYPES[dtype]
     stored = _wide(compute) if trainable else compute
