@@ -240,7 +240,9 @@ def turns_of(value: Any, where: str, key: str) -> Messages:
             raise UserError(f"{where}: field {key!r} is an empty string")
         return [{"role": "assistant", "content": value}]
     turns = [value] if isinstance(value, dict) else value
-    return checked_messages([_renamed(turn, where, key) for turn in turns or []], where, key)
+    if isinstance(turns, list):
+        turns = [_renamed(turn, where, key) for turn in turns]
+    return checked_messages(turns, where, key)
 
 
 def _renamed(turn: Any, where: str, key: str) -> Any:
