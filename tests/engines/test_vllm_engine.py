@@ -61,7 +61,8 @@ def measured(kind: str, tp: int = 1, checks: str = "all") -> list[dict[str, Any]
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output[-6000:]
-    assert "Traceback" not in output, output[-6000:]
+    for word in ("Traceback", "leaked"):
+        assert word not in output, output[-6000:]
     return json.loads(out.read_text())
 
 

@@ -31,7 +31,12 @@ from fsdprl.world import World
 vllm = import_vllm()
 
 # vLLM's CPU attention has kernels for heads of 32 and up only
-SHAPE = {"hidden_size": 128, "intermediate_size": 96, "vocab_size": 128}
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "initializer_range": 0.1,
+}
 HEADS = {"qwen3": {"head_dim": 32}, "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 32}}
 MAX_LEN = 320
 STEPS = 12

@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import random
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
@@ -142,8 +143,12 @@ def keep(llm: Any) -> None:
 
 def _let_go() -> None:
     """At exit: engines froze what existed when they were built, so that even a last collection
-    would miss it, and native libraries complain of leaks."""
+    would miss it, and native libraries complain of leaks. Of the groups, which stay, the one for
+    tensor parallelism holds shared memory."""
     _kept.clear()
+    tensor_parallel = getattr(sys.modules.get("vllm.distributed.parallel_state"), "_TP", None)
+    if tensor_parallel is not None:
+        tensor_parallel.mq_broadcaster = None
     gc.unfreeze()
     gc.collect()
 
