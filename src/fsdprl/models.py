@@ -219,7 +219,7 @@ def load_model(
             f"recipes/reward_model.py, or give one saved as a sequence classifier with one label"
         )
     for name in fresh:
-        _initialise(hf.get_parameter(name), hf.config, seed)
+        _initialise(hf.get_parameter(name), hf.config, kind, seed)
     check_packing(model, folder)
     return model
 
@@ -270,9 +270,12 @@ def empty_model(
 
 
 @torch.no_grad()
-def _initialise(parameter: Tensor, config: Any, seed: int) -> None:
+def _initialise(parameter: Tensor, config: Any, kind: Kind, seed: int) -> None:
     """Draw a head that the checkpoint lacks; the same numbers whatever the number of ranks."""
     std = getattr(config.get_text_config(), "initializer_range", 0.02)
+    if kind == "value":
+        # near 0: values of the usual spread, about 1, would be the noise of the first advantages
+        std /= parameter.shape[-1] ** 0.5
     generator = torch.Generator().manual_seed(seed)
     full = torch.empty(parameter.shape, dtype=torch.float64).normal_(0.0, std, generator=generator)
     full = full.to(parameter.device, parameter.dtype)
