@@ -27,3 +27,13 @@ def sometimes(sample: Sample) -> float | None:
 def always(sample: Sample) -> float:
     """The same for every answer."""
     return 0.1
+
+
+def digits(sample: Sample) -> float:
+    """Share of the answer's characters that are digits."""
+    return sum(c in "0123456789" for c in sample.response) / max(len(sample.response), 1)
+
+
+def begins_with_a_digit(sample: Sample) -> float:
+    """1 if the answer's first character is a digit."""
+    return float(sample.response[:1] in tuple("0123456789"))

@@ -1,0 +1,117 @@
+"""Every recipe learns: on a tiny untrained model its reward, accuracy or loss moves further than chance can."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.recipes.processes import GRADE, RECIPES, run, series, task
+
+pytestmark = [pytest.mark.learn, pytest.mark.timeout(600)]
+
+SAMPLING = {"steps": 20, "prompts-per-step": 16, "group-size": 8, "lr": 3e-3, "eval-every": 0}
+GROUPED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return task(tmp_path_factory.mktemp("task"))
+
+
+def test_every_recipe_has_a_learning_test():
+    assert {*GROUPED, "dapo", "ppo", "distill", "sft", "dpo", "kto", "reward_model"} == set(RECIPES)
+
+
+def rises(rewards: list[float], least: float) -> None:
+    """An untrained model answers with digits about 1 time in 5."""
+    assert rewards[0] < 0.35, rewards
+    assert sum(rewards[-3:]) / 3 > least, rewards
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "gspo": {"clip-low": 0.02, "clip-high": 0.02},
+    "reinforce_pp": {"prompts-per-step": 128, "group-size": 1},
+    "dr_grpo": {"lr": 5e-3},
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_reward_rises(name: str, files: dict[str, str], tmp_path: Path):
+    metrics = run(name, files, tmp_path / "run", **(SAMPLING | OWN.get(name, {})))
+    rises(series(metrics, "reward/mean"), 0.7)
+
+
+def test_dapo_with_dynamic_sampling(files: dict[str, str], tmp_path: Path):
+    """Judged by the first character: groups that agree are replaced, more of them as the model learns."""
+    metrics = run(
+        "dapo", files, tmp_path / "run", **SAMPLING, rewards=f"{GRADE}begins_with_a_digit", minibatches=2,
+        warmup_steps=0, max_rounds=4, overlong_buffer=2, overlong_penalty=0.2, overlong_filter="False",
+    )  # fmt: skip
+    rises(series(metrics, f"{GRADE}begins_with_a_digit_rewards/mean"), 0.7)
+    filtered, rounds = series(metrics, "train/filtered_share"), series(metrics, "train/num_gen_batches")
+    assert filtered[-1] > filtered[0] and max(rounds) > 1
+
+
+def test_ppo_and_its_critic(files: dict[str, str], tmp_path: Path):
+    """The first character decides: behind it a critic can know the return. Without one, 0 of the returns'
+    variance is explained."""
+    flags = SAMPLING | {"group-size": 4, "prompts-per-step": 32, "minibatches": 4, "passes": 2}
+    metrics = run(
+        "ppo", files, tmp_path / "run", **flags, rewards=f"{GRADE}begins_with_a_digit", value_clip=0.0, lam=1.0,
+        critic_lr=2e-3, critic_only_steps=8,
+    )  # fmt: skip
+    scores, explained = series(metrics, "critic/score/mean"), series(metrics, "critic/vf_explained_var")
+    rises([max(scores[:8]), *scores[8:]], 0.7)
+    assert explained[0] < 0.1 and max(explained[4:]) > 0.3, explained
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_preference_accuracy_rises(name: str, files: dict[str, str], tmp_path: Path):
+    metrics = run(name, files, tmp_path / "run", steps=15, lr=1e-3, warmup_steps=0, eval_every=15, eval_share=0.2)
+    before, after = metrics[0], metrics[-1]
+    assert after["val/acc"] > 0.95 and after["val/loss"] < before["val/loss"] - 0.2
+    assert after["val/margin"] > before["val/margin"] + 0.5
+
+
+def test_kto_accuracy_rises(files: dict[str, str], tmp_path: Path):
+    metrics = run("kto", files, tmp_path / "run", steps=15, lr=1e-3, warmup_steps=0, eval_every=15, eval_share=0.2)
+    assert metrics[-1]["val/acc"] > 0.95 and metrics[-1]["val/loss"] < metrics[0]["val/loss"] - 0.1
+
+
+def test_sft_loss_falls(files: dict[str, str], tmp_path: Path):
+    metrics = run("sft", files, tmp_path / "run", steps=25, lr=3e-3, warmup_steps=2, eval_every=25, eval_share=0.2)
+    assert metrics[-1]["val/loss"] < metrics[0]["val/loss"] - 1.0
+
+
+def test_distillation_lowers_the_kl_to_its_teacher(files: dict[str, str], tmp_path: Path):
+    teach(files["other"], tmp_path / "teacher")
+    flags = SAMPLING | {"group-size": 4, "eval-every": 20, "teacher": tmp_path / "teacher"}
+    metrics = run("distill", files, tmp_path / "run", **flags)
+    before, after = metrics[0]["eval/reverse_kl"], metrics[-1]["eval/reverse_kl"]
+    assert before > 1.0 and after < 0.6 * before
+    assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.3  # the teacher answers in digits
+
+
+def teach(path: str, out: Path) -> None:
+    """A teacher that has seen three digits and the end, from the untrained model at `path`."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(40):
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{i}+{step}="}, {"role": "assistant", "content": f"{i * 7 % 1000:03d}"}],
+                tokenize=False,
+            )
+            for i in range(step, step + 160, 10)
+        ]
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
