@@ -23,7 +23,11 @@ class FakeController:
         self.timeline = Timeline()
         self.workers = [
             SimpleNamespace(
-                store=Store(), world=SimpleNamespace(rank=rank), state={}, progress=lambda: None, debug=True
+                store=Store(),
+                world=SimpleNamespace(rank=rank),
+                state={},
+                progress=lambda: None,
+                debug=True,
             )
             for rank in range(ranks)
         ]
@@ -60,7 +64,11 @@ class FakeController:
             row.columns["logp_sampler"] = -torch.rand(r, generator=generator)
             self.workers[rank].store.put(lease.start + i, row)
         tokens = torch.tensor(prompt) + torch.tensor(response)
-        columns = {"length": torch.tensor(response), "tokens": tokens, "loss_tokens": torch.tensor(response)}
+        columns = {
+            "length": torch.tensor(response),
+            "tokens": tokens,
+            "loss_tokens": torch.tensor(response),
+        }
         return Batch.of(lease, columns, ["logp_sampler"])
 
 

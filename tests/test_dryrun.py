@@ -56,9 +56,13 @@ def test_bytes_by_hand(checkpoint: str, monkeypatch: pytest.MonkeyPatch):
         "activations of 1,024 tokens": 1024 * 2 * 34 * 64,
     }
     assert together == sum(parts.values())
-    engine = gib(engine_estimate(checkpoint, "bfloat16", EngineOptions(bucket_mb=16), "transformers"))
+    engine = gib(
+        engine_estimate(checkpoint, "bfloat16", EngineOptions(bucket_mb=16), "transformers")
+    )
     assert engine == {"weight bucket": 16e6, "replica of the model": 2 * TOTAL}
-    told = engine_estimate(checkpoint, "bfloat16", EngineOptions(gpu_memory_utilization=0.3), "vllm")
+    told = engine_estimate(
+        checkpoint, "bfloat16", EngineOptions(gpu_memory_utilization=0.3), "vllm"
+    )
     assert told == ["vllm: 30% of the device (--engine.gpu-memory-utilization)"]
 
 

@@ -19,13 +19,18 @@ from fsdprl.preferences import Preferences, preference_sets
 
 MODEL = str(tiny.checkpoint("qwen3"))
 ASK = [{"role": "user", "content": "why?"}]
-SAY = {"yes": [{"role": "assistant", "content": "yes"}], "no": [{"role": "assistant", "content": "no"}]}
+SAY = {
+    "yes": [{"role": "assistant", "content": "yes"}],
+    "no": [{"role": "assistant", "content": "no"}],
+}
 SYSTEM = {"role": "system", "content": "be kind"}
 HEAD = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def form(folder: Path, rows: list[Any], **options: Any) -> PreferenceFormat:
-    return PreferenceFormat(str(write_lines(folder / "rows.jsonl", rows)), MODEL, **{"max_length": 99} | options)
+    return PreferenceFormat(
+        str(write_lines(folder / "rows.jsonl", rows)), MODEL, **{"max_length": 99} | options
+    )
 
 
 def said(source: PreferenceRows, index: int, answer: int | None = None) -> tuple[str, str]:
@@ -73,7 +78,12 @@ def test_several_turns_and_systems(tmp_path: Path):
     ]
     source = PreferenceRows(form(tmp_path, rows, system="be short"))
     head, answer = said(source, 1)
-    assert answer == "no<|im_end|>" and head.count("yes<|im_end|>") == 1 and "sure?" in head and "be kind" in head
+    assert (
+        answer == "no<|im_end|>"
+        and head.count("yes<|im_end|>") == 1
+        and "sure?" in head
+        and "be kind" in head
+    )
     assert "be kind" in said(source, 2)[0] and "be short" not in said(source, 2)[0]
     assert "be short" in said(source, 4)[0]
     # Two assistant turns in a completion are both learnt, what the user says between them is not.
@@ -92,18 +102,26 @@ def test_raw_texts(tmp_path: Path):
 def test_labelled_completions(tmp_path: Path):
     rows = [
         {"prompt": "why?", "completion": "yes", "label": True},
-        {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "no"}], "label": 0},
+        {
+            "conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "no"}],
+            "label": 0,
+        },
         {"prompt": ASK, "completion": SAY["no"], "label": False},
     ]
     source = PreferenceRows(form(tmp_path, rows))
     assert not source.paired and len(source) == 3
-    assert [said(source, i) for i in range(3)] == [(HEAD, f"{w}<|im_end|>") for w in ("yes", "no", "no")]
+    assert [said(source, i) for i in range(3)] == [
+        (HEAD, f"{w}<|im_end|>") for w in ("yes", "no", "no")
+    ]
     assert [source.better(i) for i in range(3)] == [True, False, False]
     assert said(source, 0, answer=2) == (HEAD, "no<|im_end|>")
 
 
 def test_an_answer_to_another_prompt_is_cut_and_never_refused(tmp_path: Path):
-    rows = [{"prompt": "a" * 20, "completion": "b", "label": 1}, {"prompt": "a", "completion": "b" * 30, "label": 0}]
+    rows = [
+        {"prompt": "a" * 20, "completion": "b", "label": 1},
+        {"prompt": "a", "completion": "b" * 30, "label": 0},
+    ]
     source = PreferenceRows(form(tmp_path, rows, max_length=52))
     (row,) = source.rows([0], [1])
     assert len(row.ids) == 52 and 0 < row.mask.sum() < 31
@@ -129,7 +147,11 @@ def test_an_answer_to_another_prompt_is_cut_and_never_refused(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named(tmp_path: Path, row: dict, message: str):
-    good = FORMS["texts"] | {"gap": 1} if "label" not in row else {"prompt": "a", "completion": "b", "label": 1}
+    good = (
+        FORMS["texts"] | {"gap": 1}
+        if "label" not in row
+        else {"prompt": "a", "completion": "b", "label": 1}
+    )
     margin = {"margin_key": "gap"} if "gap" in row else {}
     rows = [row] if message.startswith("needs") else [good, row]
     with pytest.raises(UserError, match=rf"rows\.jsonl:{len(rows)}: .*({message})"):
@@ -160,8 +182,14 @@ def test_a_pair_is_two_neighbouring_rows_on_one_rank(tmp_path: Path, controller:
     wanted = data.at(0, 5)
     assert len(data) == 8 and len(batch) == 10
     assert batch["chosen"].tolist() == [True, False] * 5
-    assert batch["unit"][::2].tolist() == batch["unit"][1::2].tolist() and len(set(batch["unit"].tolist())) == 5
-    assert batch.ranks[::2].tolist() == batch.ranks[1::2].tolist() and len(set(batch.ranks.tolist())) == 3
+    assert (
+        batch["unit"][::2].tolist() == batch["unit"][1::2].tolist()
+        and len(set(batch["unit"].tolist())) == 5
+    )
+    assert (
+        batch.ranks[::2].tolist() == batch.ranks[1::2].tolist()
+        and len(set(batch.ranks.tolist())) == 3
+    )
     assert batch["margin"].tolist() == [i / 2 for i in wanted.tolist() for _ in range(2)]
     assert batch["loss_tokens"].tolist() == [n for i in wanted.tolist() for n in (2 + i % 3, 2 + i)]
     assert batch["completion"].tolist() == [n for i in wanted.tolist() for n in (2 * i, 2 * i + 1)]
@@ -196,7 +224,9 @@ def test_held_out_sets(tmp_path: Path, controller: Any):
     assert held_out.load(held_out.all())["completion"].tolist() == [16, 17, 18, 19, 20, 21]
     train, held_out = preference_sets(rows, "", 0.5, paired=True, seed=0)
     assert len(train) == len(held_out) == 4
-    assert not torch.isin(train.load(train.all())["completion"], held_out.load(held_out.all())["completion"]).any()
+    assert not torch.isin(
+        train.load(train.all())["completion"], held_out.load(held_out.all())["completion"]
+    ).any()
 
 
 def test_real_sharegpt_pairs():

@@ -60,8 +60,14 @@ def test_rounds_go_on_until_there_are_enough_groups(controller: Any):
     assert fresh["prompt"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
     fresh.token_columns.add("logp_old")  # what policy.logprobs does
     batch = p.take(4)
-    assert batch["prompt"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6] and "logp_old" in batch.token_columns
-    expected = {"train/filtered_share": 1 - 5 / 9, "train/num_gen_batches": 3.0, "train/carried_groups": 1.0}
+    assert (
+        batch["prompt"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6] and "logp_old" in batch.token_columns
+    )
+    expected = {
+        "train/filtered_share": 1 - 5 / 9,
+        "train/num_gen_batches": 3.0,
+        "train/carried_groups": 1.0,
+    }
     assert p.metrics() == pytest.approx(expected)
     # The next step begins with what was carried over, and samples on from the cursor.
     for prompts in p.rounds(2):
@@ -111,7 +117,9 @@ def test_settings_that_make_no_sense():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_resumed_pool_has_the_same_rows(tmp_path, monkeypatch: pytest.MonkeyPatch, controller: Any, ranks: int):
+def test_a_resumed_pool_has_the_same_rows(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, controller: Any, ranks: int
+):
     controller.verbs = {**rows.VERBS, **row_files.VERBS}
     p = pool(5)
     for prompts in p.rounds(1):
@@ -144,7 +152,9 @@ def test_a_resumed_pool_has_the_same_rows(tmp_path, monkeypatch: pytest.MonkeyPa
     resumed.save(tmp_path / "later")
     last = pool(5)
     last.load(tmp_path / "later")
-    assert last.cursor == 5 and last.carried is None and len(list((tmp_path / "later").iterdir())) == 1
+    assert (
+        last.cursor == 5 and last.carried is None and len(list((tmp_path / "later").iterdir())) == 1
+    )
 
 
 def doubled(logp_sampler):

@@ -71,7 +71,13 @@ def start(typed: list[str], ranks: int = 0) -> Job:
 
 
 def run(
-    name: str, files: dict[str, str], out: Path, *, ranks: int = 0, timeout_s: float = 280.0, **flags: Any
+    name: str,
+    files: dict[str, str],
+    out: Path,
+    *,
+    ranks: int = 0,
+    timeout_s: float = 280.0,
+    **flags: Any,
 ) -> list[dict[str, Any]]:
     """Run a recipe to its end and return its metrics, one dict a step."""
     end = start(words(name, files, out, **flags), ranks).end(timeout_s)

@@ -48,7 +48,9 @@ class Network(nn.Module):
     def __init__(self, path: str, kind: str, seed: int) -> None:
         super().__init__()
         self.kind = kind
-        self.salt = zlib.crc32(f"{Path(path).name} {seed if kind != 'policy' else ''}".encode()) % 997 / 100
+        self.salt = (
+            zlib.crc32(f"{Path(path).name} {seed if kind != 'policy' else ''}".encode()) % 997 / 100
+        )
         self.weight = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
 
     def forward(self, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -117,13 +119,17 @@ class Stage(fake.FakeController):
             return SimpleNamespace(wait=lambda: getattr(self, verb.partition(".")[2])(**payload))
         return super().call(verb, payload, **rest)
 
-    def build(self, worker: Any, *, model: str, path: str, kind: str, seed: int, **rest: Any) -> dict:
+    def build(
+        self, worker: Any, *, model: str, path: str, kind: str, seed: int, **rest: Any
+    ) -> dict:
         network: Any = Network(path, kind, seed)
         optimizer: Any = rest["optimizer"]  # not None: trained
         worker.models[model] = learn.Model(network, path, None, optimizer)
         return {"parameters": 1, "device": "cpu"}
 
-    def optim_step(self, *, model: str, lr: float, weight_decay: float, max_grad_norm: float) -> list:
+    def optim_step(
+        self, *, model: str, lr: float, weight_decay: float, max_grad_norm: float
+    ) -> list:
         """The gradient is summed over ranks, as FSDP does."""
         weights = [worker.models[model].network.weight for worker in self.workers]
         total = sum(float(w.grad) for w in weights if w.grad is not None)

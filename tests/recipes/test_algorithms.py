@@ -44,7 +44,9 @@ def test_dapo_judges_groups_by_the_metric_and_not_by_the_total(act):
 
 
 def test_dapo_samples_until_there_are_enough_groups_and_carries_the_others_over(act):
-    played = act("dapo", prompts_per_step=4, prompts_per_round=5, max_rounds=0, steps=4, minibatches=1)
+    played = act(
+        "dapo", prompts_per_step=4, prompts_per_round=5, max_rounds=0, steps=4, minibatches=1
+    )
     rounds, carried = played.values("train/num_gen_batches"), played.values("train/carried_groups")
     assert [len(payload[0]["rows"]) for payload in updates(played)] == [16] * 4
     assert len(verbs(played, "engine.generate")) == sum(rounds) and max(carried) > 0
@@ -58,25 +60,33 @@ def test_dapo_samples_until_there_are_enough_groups_and_carries_the_others_over(
 
 def test_dapo_ends_as_told_when_rounds_run_out(act):
     short = {"max_rounds": 1, "prompts_per_round": 3, "pass_low": 0.3, "pass_high": 0.6}
-    assert "groups differ in --filter-metric after the last round" in act("dapo", when_short="error", **short).error
+    assert (
+        "groups differ in --filter-metric after the last round"
+        in act("dapo", when_short="error", **short).error
+    )
     fewer = act("dapo", when_short="train", **short)
     assert not fewer.error
     assert all(len(p[0]["rows"]) < 6 * 4 / 2 for p in updates(fewer))
     none = act("dapo", when_short="train", pass_low=2.0, max_rounds=2)
-    assert not none.error and not updates(none) and none.values("train/filtered_share") == [1.0, 1.0]
+    assert (
+        not none.error and not updates(none) and none.values("train/filtered_share") == [1.0, 1.0]
+    )
     endless = act("dapo", max_rounds=0, pass_low=2.0)
     assert "a whole pass over --data" in endless.error
 
 
 def test_dapo_leaves_truncated_answers_out_of_the_loss_but_not_of_their_group(act):
-    all_in, without = act("dapo", steps=1, minibatches=1), act("dapo", steps=1, minibatches=1, overlong_filter=True)
+    all_in, without = (
+        act("dapo", steps=1, minibatches=1),
+        act("dapo", steps=1, minibatches=1, overlong_filter=True),
+    )
     (full,), (part,) = updates(all_in), updates(without)
     first = [verbs(played, "engine.generate")[0][0]["first_row"][0] for played in (all_in, without)]
     rows = all_in.stage.workers[0].store.rows
     cut = [row for row in full[0]["rows"] if rows[row].info["truncated"]]
-    assert cut and {row - first[0] for row in full[0]["rows"]} - {row - first[0] for row in cut} == {
-        row - first[1] for row in part[0]["rows"]
-    }
+    assert cut and {row - first[0] for row in full[0]["rows"]} - {
+        row - first[0] for row in cut
+    } == {row - first[1] for row in part[0]["rows"]}
     advantage = dict(zip(full[0]["rows"], full[0]["samples"]["advantage"], strict=True))
     for row, value in zip(part[0]["rows"], part[0]["samples"]["advantage"], strict=True):
         assert value == advantage[row - first[1] + first[0]]  # of the whole group
@@ -86,9 +96,13 @@ def test_dapo_leaves_truncated_answers_out_of_the_loss_but_not_of_their_group(ac
 
 def test_dapo_penalises_length_linearly_over_the_buffer(act):
     plain = act("dapo", steps=1, rewards=(f"{GRADE}begins",), filter_metric="")
-    penalised = act("dapo", steps=1, rewards=(f"{GRADE}begins",), overlong_buffer=4, overlong_penalty=2.0)
+    penalised = act(
+        "dapo", steps=1, rewards=(f"{GRADE}begins",), overlong_buffer=4, overlong_penalty=2.0
+    )
     assert plain.values("reward/min")[0] == 0.0 and penalised.values("reward/min")[0] == -2.0
-    assert plain.values(f"{GRADE}begins_rewards/mean") == penalised.values(f"{GRADE}begins_rewards/mean")
+    assert plain.values(f"{GRADE}begins_rewards/mean") == penalised.values(
+        f"{GRADE}begins_rewards/mean"
+    )
     assert "--overlong-buffer" in act("dapo", overlong_buffer=8, max_new_tokens=8).error
 
 
@@ -109,7 +123,9 @@ def test_weights_are_what_each_paper_says(act):
     tokens = [round(1 / (weight * len(rows["weight"])), 6) for weight in rows["weight"]]
     assert all(1 <= count <= 8 and count == int(count) for count in tokens) and len(set(tokens)) > 1
     for name in ("grpo", "cispo", "dapo", "ppo", "distill", "reinforce_pp"):
-        for payload in updates(act(name, minibatches=1, **({"passes": 1} if name == "ppo" else {}))):
+        for payload in updates(
+            act(name, minibatches=1, **({"passes": 1} if name == "ppo" else {}))
+        ):
             assert len(set(payload[0]["samples"]["weight"])) == 1
 
 
@@ -117,16 +133,24 @@ def test_kl_in_the_reward_reaches_advantages(act):
     for name in ("rloo", "reinforce_pp"):
         without, with_kl = act(name, kl_coef=0.0), act(name, kl_coef=5.0)
         assert not verbs(without, "model.build")[1:] and len(verbs(with_kl, "model.build")) == 2
-        first = [u[0]["samples"].get("advantage") for u in (updates(without)[-1], updates(with_kl)[-1])]
+        first = [
+            u[0]["samples"].get("advantage") for u in (updates(without)[-1], updates(with_kl)[-1])
+        ]
         assert name == "reinforce_pp" or first[0] != first[1]
     assert act("rloo", kl_coef=0.5).values("actor/kl")[0] == pytest.approx(0.0)
 
 
 def test_reinforce_pp_whitens_over_all_tokens(act):
-    played = act("reinforce_pp", steps=1, minibatches=1, group_size=1, prompts_per_step=12, kl_coef=0.0)
+    played = act(
+        "reinforce_pp", steps=1, minibatches=1, group_size=1, prompts_per_step=12, kl_coef=0.0
+    )
     worker = played.stage.workers[0]
     (payload,) = updates(played)
-    values = [x for row in payload[0]["rows"] for x in worker.store.rows[row].columns["advantage"].tolist()]
+    values = [
+        x
+        for row in payload[0]["rows"]
+        for x in worker.store.rows[row].columns["advantage"].tolist()
+    ]
     mean = sum(values) / len(values)
     assert mean == pytest.approx(0, abs=1e-6)
     assert sum(v * v for v in values) / (len(values) - 1) == pytest.approx(1, rel=1e-4)
@@ -143,7 +167,9 @@ def test_ppo_trains_the_critic_first_alone(act):
 
 
 def test_ppo_critic_may_be_another_checkpoint(act, files):
-    built = {p["model"]: p for p in verbs(act("ppo", critic=files["other"], kl_coef=0.1), "model.build")}
+    built = {
+        p["model"]: p for p in verbs(act("ppo", critic=files["other"], kl_coef=0.1), "model.build")
+    }
     assert (built["critic"]["path"], built["critic"]["kind"]) == (files["other"], "value")
     assert built["policy"]["path"] == built["reference"]["path"] == files["model"]
     assert built["reference"]["optimizer"] is None and built["critic"]["optimizer"] is not None
@@ -154,11 +180,15 @@ def test_ppo_sums_rules_and_a_reward_model_named_last(act, files):
     both = act("ppo", rewards=(f"{GRADE}begins",), reward_weights=(1.0, 2.0), **model)
     alone = act("ppo", rewards=(), **model)
     rules = act("ppo", rewards=(f"{GRADE}begins",))
-    first = {name: played.values("critic/score/mean")[0] for name, played in
-             {"both": both, "alone": alone, "rules": rules}.items()}
+    first = {
+        name: played.values("critic/score/mean")[0]
+        for name, played in {"both": both, "alone": alone, "rules": rules}.items()
+    }
     assert first["both"] == pytest.approx(first["rules"] + 2 * first["alone"])
     assert alone.values("reward_model_rewards/mean")[0] == pytest.approx(first["alone"])
-    assert "one each" in act("ppo", rewards=(f"{GRADE}begins",), reward_weights=(1.0,), **model).error
+    assert (
+        "one each" in act("ppo", rewards=(f"{GRADE}begins",), reward_weights=(1.0,), **model).error
+    )
     assert "at least one reward" in act("ppo", rewards=()).error
 
 
@@ -175,7 +205,9 @@ def test_ppo_steers_its_kl_on_the_controller(act):
 
 
 def test_ppo_kl_in_the_reward_or_in_the_loss(act):
-    names = [loss["qualname"] for loss in updates(act("ppo", kl_coef=0.2, kl_in="loss"))[0][0]["losses"]]
+    names = [
+        loss["qualname"] for loss in updates(act("ppo", kl_coef=0.2, kl_in="loss"))[0][0]["losses"]
+    ]
     assert names == ["clipped_surrogate", "kl_penalty"]
     inside = act("ppo", kl_coef=0.2, kl_in="reward")
     assert [loss["qualname"] for loss in updates(inside)[0][0]["losses"]] == ["clipped_surrogate"]
@@ -199,7 +231,9 @@ def test_ppo_whitens_after_returns_are_made(act):
     assert played.values("critic/advantages/mean")[0] == pytest.approx(mean, abs=1e-6)
     returns = [x for row in rows for x in row["returns"].tolist()]
     spread = sum((x - sum(returns) / len(returns)) ** 2 for x in returns) / (len(returns) - 1)
-    assert played.values("critic/vf_explained_var")[0] == pytest.approx(1 - variance / spread, rel=1e-4)
+    assert played.values("critic/vf_explained_var")[0] == pytest.approx(
+        1 - variance / spread, rel=1e-4
+    )
 
 
 # ---- pairs and labels --------------------------------------------------------------------------
@@ -260,7 +294,10 @@ def test_losses_that_cannot_be_are_named(act):
     assert "--loss-weights" in act("dpo", losses=("aot",), loss_weights=(1.0,)).error
     assert "--wpo has no effect on aot" in act("dpo", losses=("aot",), wpo=True).error
     assert "--rpo-alpha has no effect" in act("dpo", losses=("aot",), rpo_alpha=1.0).error
-    assert "label_smoothing 0.1 has no effect on hinge" in act("dpo", losses=("hinge",), label_smoothing=0.1).error
+    assert (
+        "label_smoothing 0.1 has no effect on hinge"
+        in act("dpo", losses=("hinge",), label_smoothing=0.1).error
+    )
     assert "2 weights for 1 losses" in act("dpo", loss_weights=(1.0, 2.0)).error
     assert "--f-alpha" in act("dpo", f_alpha=0.3).error
     assert "--bco-shift" in act("dpo", bco_shift=True).error
@@ -269,7 +306,9 @@ def test_losses_that_cannot_be_are_named(act):
 
 def test_evaluation_is_over_the_whole_held_out_set(act):
     played = act("dpo", eval_every=1, eval_share=0.5, batch_size=4)
-    passes = [p for verb, p in played.calls if verb == "model.forward_backward" and not p[0]["train"]]
+    passes = [
+        p for verb, p in played.calls if verb == "model.forward_backward" and not p[0]["train"]
+    ]
     assert [len(p[0]["rows"]) for p in passes] == [2 * 15] * 3
     names = {name for _, name, _ in played.logged if name.startswith("val/")}
     assert {"val/loss", "val/acc", "val/margin", "val/chosen_reward", "val/reject_reward"} <= names
@@ -280,7 +319,9 @@ def test_bco_shift_is_the_running_mean_reward(act):
     shifts = [p[0]["losses"][0]["kwargs"]["shift"] for p in updates(played)]
     rewards = [
         (c + r) / 2
-        for c, r in zip(played.values("actor/chosen_reward"), played.values("actor/reject_reward"), strict=True)
+        for c, r in zip(
+            played.values("actor/chosen_reward"), played.values("actor/reject_reward"), strict=True
+        )
     ]
     for step in range(3):
         assert shifts[step] == pytest.approx(sum(rewards[: step + 1]) / (step + 1), abs=1e-6)
@@ -291,7 +332,9 @@ def test_kto_estimates_its_baseline_from_other_prompts_completions(act):
     played = act("kto", steps=4, lr=30.0)
     baselines = played.values("actor/baseline")
     kwargs = [p[0]["losses"][0]["kwargs"]["baseline"] for p in updates(played)]
-    assert kwargs == baselines and baselines[0] == 0.0 and min(baselines) >= 0 and max(baselines) > 0
+    assert (
+        kwargs == baselines and baselines[0] == 0.0 and min(baselines) >= 0 and max(baselines) > 0
+    )
     loads = verbs(played, "examples.load")
     mixed = [p[0] for p in loads if "answers" in p[0]]
     assert len(mixed) == 4
@@ -311,7 +354,9 @@ def test_kto_takes_pairs_and_pairs_are_not_made_of_labels(act, files):
 def test_distillation_moves_towards_the_teacher(act, files):
     """The token weight is the gap between teacher and student; a student that is the teacher stays."""
     still = act("distill", teacher=files["model"])
-    assert still.values("actor/reverse_kl")[0] == 0.0 and still.weights["policy"] == pytest.approx(0.1)
+    assert still.values("actor/reverse_kl")[0] == 0.0 and still.weights["policy"] == pytest.approx(
+        0.1
+    )
     moved = act("distill", steps=1, minibatches=1)
     worker, (payload,) = moved.stage.workers[0], updates(moved)
     rows = [worker.store.rows[row].columns for row in payload[0]["rows"]]
@@ -337,14 +382,21 @@ def test_a_teacher_with_another_tokenizer_is_refused(act, files, tmp_path):
 ALWAYS = {"rewards": (f"{GRADE}always",)}
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "dapo"])
-@pytest.mark.parametrize("case", [{**ALWAYS}, {"group_size": 1}, {"max_new_tokens": 1}], ids=["equal", "one", "cut"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "dapo"]
+)
+@pytest.mark.parametrize(
+    "case", [{**ALWAYS}, {"group_size": 1}, {"max_new_tokens": 1}], ids=["equal", "one", "cut"]
+)
 def test_degenerate_batches_end_finitely(act, name: str, case: dict):
     fields = dict(case)
     if name == "dapo":
         if "group_size" in fields:
             return
-        fields |= {"overlong_filter": True, "filter_metric": fields.get("rewards", (f"{GRADE}begins",))[0]}
+        fields |= {
+            "overlong_filter": True,
+            "filter_metric": fields.get("rewards", (f"{GRADE}begins",))[0],
+        }
     played = act(name, ranks=2, **fields)
     assert not played.error
     assert all(value == value and abs(value) != float("inf") for _, _, value in played.logged)

@@ -24,30 +24,49 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints and data that the flags name."""
     folder = tmp_path_factory.mktemp("flags")
     prompts = [
-        {"prompt": f"ask {i} {'x' * (i % 7)}", "question": f"what is {i}?", "answer": str(i), "gold": str(i // 2)}
+        {
+            "prompt": f"ask {i} {'x' * (i % 7)}",
+            "question": f"what is {i}?",
+            "answer": str(i),
+            "gold": str(i // 2),
+        }
         for i in range(40)
     ]
     pairs = [
         {
-            "prompt": f"say {i}", "question": f"tell {i}", "chosen": f"yes {i}" + "!" * (i % 5), "rejected": f"no {i}",
-            "better": f"good {i}", "worse": f"bad {i}", "gap": i % 3 - 1,
+            "prompt": f"say {i}",
+            "question": f"tell {i}",
+            "chosen": f"yes {i}" + "!" * (i % 5),
+            "rejected": f"no {i}",
+            "better": f"good {i}",
+            "worse": f"bad {i}",
+            "gap": i % 3 - 1,
         }
         for i in range(40)
     ]
     labels = [
         {
-            "prompt": f"say {i}", "question": f"tell {i}", "completion": f"yes {i}" + "!" * (i % 5), "said": f"oh {i}",
-            "label": i % 3 != 0, "good": i % 2 == 0,
+            "prompt": f"say {i}",
+            "question": f"tell {i}",
+            "completion": f"yes {i}" + "!" * (i % 5),
+            "said": f"oh {i}",
+            "label": i % 3 != 0,
+            "good": i % 2 == 0,
         }
         for i in range(40)
     ]
     chats = [
         {
             "messages": [
-                {"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": f"hello {i}"},
-                {"role": "user", "content": "and"}, {"role": "assistant", "content": "bye" + "." * (i % 4)},
+                {"role": "user", "content": f"hi {i}"},
+                {"role": "assistant", "content": f"hello {i}"},
+                {"role": "user", "content": "and"},
+                {"role": "assistant", "content": "bye" + "." * (i % 4)},
             ],
-            "turns": [{"role": "user", "content": f"why {i}"}, {"role": "assistant", "content": "so"}],
+            "turns": [
+                {"role": "user", "content": f"why {i}"},
+                {"role": "assistant", "content": "so"},
+            ],
         }
         for i in range(40)
     ]
@@ -55,10 +74,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         {"prompt": f"hi {i}", "completion": f"hello {i}", "question": f"why {i}", "said": "so"}
         for i in range(40)
     ]
-    found = {name: str(folder / name) for name in ("model", "other")}  # names that every session has
+    found = {
+        name: str(folder / name) for name in ("model", "other")
+    }  # names that every session has
     for path in found.values():
         shutil.copytree(tiny.checkpoint("qwen3"), path)
-    for name, rows in {"prompts": prompts, "pairs": pairs, "labels": labels, "chats": chats, "texts": texts}.items():
+    for name, rows in {
+        "prompts": prompts,
+        "pairs": pairs,
+        "labels": labels,
+        "chats": chats,
+        "texts": texts,
+    }.items():
         for kind, part in {"": rows[:30], "_more": rows[5:]}.items():
             path = folder / f"{name}{kind}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -66,21 +93,40 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     bodies = [{"text": row["prompt"], "body": row["question"]} for row in texts]
     (folder / "bodies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bodies))
     template = folder / "other.jinja"
-    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
-                        "{% if add_generation_prompt %}[assistant] {% endif %}")
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
     return found | {"bodies": str(folder / "bodies.jsonl"), "template": str(template)}
 
 
 def base(name: str, files: dict[str, str]) -> dict[str, Any]:
     """A run of two steps in which the weight moves visibly."""
-    fields: dict[str, Any] = {"model": files["model"], "steps": 2, "lr": 1.0, "eval_every": 0, "eval_share": 0.2}
+    fields: dict[str, Any] = {
+        "model": files["model"],
+        "steps": 2,
+        "lr": 1.0,
+        "eval_every": 0,
+        "eval_share": 0.2,
+    }
     if name in PROMPTED:
         fields |= {
-            "data": files["prompts"], "rewards": (f"{GRADE}begins", f"{GRADE}letters"), "prompts_per_step": 6,
-            "group_size": 4, "max_new_tokens": 8, "max_prompt_length": 60, "minibatches": 2, "eval_prompts": 4,
+            "data": files["prompts"],
+            "rewards": (f"{GRADE}begins", f"{GRADE}letters"),
+            "prompts_per_step": 6,
+            "group_size": 4,
+            "max_new_tokens": 8,
+            "max_prompt_length": 60,
+            "minibatches": 2,
+            "eval_prompts": 4,
         }
         if name == "dapo":
-            fields |= {"prompts_per_round": 4, "when_short": "train", "max_rounds": 3, "warmup_steps": 0}
+            fields |= {
+                "prompts_per_round": 4,
+                "when_short": "train",
+                "max_rounds": 3,
+                "warmup_steps": 0,
+            }
         if name == "distill":
             fields |= {"teacher": files["other"]}
         if name == "ppo":
@@ -94,17 +140,41 @@ def base(name: str, files: dict[str, str]) -> dict[str, Any]:
 
 
 SAMPLED = {
-    "eval_prompts": (2, {"eval_every": 2}), "answer_key": ("gold", {"rewards": (f"{GRADE}matches",)}),
-    "prompts_per_step": 5, "group_size": 3,
-    "temperature": 0.7, "max_prompt_length": 30, "drop_long_prompts": (True, {"max_prompt_length": 30}),
-    "max_new_tokens": 7, "reward_weights": (1.0, 0.5), "rewards": (f"{GRADE}letters",), "minibatches": 3,
-    "clip_low": 0.02, "clip_high": 0.02, "kl_coef": 0.3, "entropy_coef": 0.3,
+    "eval_prompts": (2, {"eval_every": 2}),
+    "answer_key": ("gold", {"rewards": (f"{GRADE}matches",)}),
+    "prompts_per_step": 5,
+    "group_size": 3,
+    "temperature": 0.7,
+    "max_prompt_length": 30,
+    "drop_long_prompts": (True, {"max_prompt_length": 30}),
+    "max_new_tokens": 7,
+    "reward_weights": (1.0, 0.5),
+    "rewards": (f"{GRADE}letters",),
+    "minibatches": 3,
+    "clip_low": 0.02,
+    "clip_high": 0.02,
+    "kl_coef": 0.3,
+    "entropy_coef": 0.3,
 }
 CHANGED: dict[str, Any] = {
-    "eval_share": 0.3, "prompt_key": "question", "prompt_format": "raw", "system": "be kind", "steps": 3,
-    "epochs": (0.5, {"steps": 0}), "seed": 1, "lr": 0.1, "warmup_steps": 5, "weight_decay": 0.5,
-    "max_grad_norm": 1e-3, "eval_every": 1, "batch_size": 5, "schedule": "constant",
-    "max_length": 34, "over_length": ("drop", {"max_length": 34}), "chosen_key": "better", "rejected_key": "worse",
+    "eval_share": 0.3,
+    "prompt_key": "question",
+    "prompt_format": "raw",
+    "system": "be kind",
+    "steps": 3,
+    "epochs": (0.5, {"steps": 0}),
+    "seed": 1,
+    "lr": 0.1,
+    "warmup_steps": 5,
+    "weight_decay": 0.5,
+    "max_grad_norm": 1e-3,
+    "eval_every": 1,
+    "batch_size": 5,
+    "schedule": "constant",
+    "max_length": 34,
+    "over_length": ("drop", {"max_length": 34}),
+    "chosen_key": "better",
+    "rejected_key": "worse",
 }
 OWN: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 1e-5, "clip_high": 1e-5},
@@ -171,9 +241,13 @@ def change(name: str, field: str, files: dict[str, str]) -> tuple[Any, dict[str,
             "messages_key": ("turns", {}), "prompt_key": ("question", texts), "text_key": ("body", bodies),
             "completion_key": ("said", texts), "prompt_format": ("raw", texts),
         }  # fmt: skip
-    known = CHANGED | (SAMPLED if name in PROMPTED else {}) | REACH_A_VERB | OWN.get(name, {}) | others
+    known = (
+        CHANGED | (SAMPLED if name in PROMPTED else {}) | REACH_A_VERB | OWN.get(name, {}) | others
+    )
     value = known[field]
-    listed = field in ("rewards", "losses", "reward_weights") and not (value and isinstance(value[-1], dict))
+    listed = field in ("rewards", "losses", "reward_weights") and not (
+        value and isinstance(value[-1], dict)
+    )
     return (value, {}) if listed or not isinstance(value, tuple) else value
 
 
@@ -187,7 +261,14 @@ played: dict[str, Played] = {}
 
 def cases() -> list[Any]:
     """Every field of every recipe; what a variant of GRPO has in common with it is a slow test."""
-    shared = set(fields("grpo")) - {"minibatches", "clip_low", "clip_high", "kl_coef", "entropy_coef", "group_size"}
+    shared = set(fields("grpo")) - {
+        "minibatches",
+        "clip_low",
+        "clip_high",
+        "kl_coef",
+        "entropy_coef",
+        "group_size",
+    }
     found = []
     for name in ALL:
         for field in fields(name):

@@ -50,7 +50,10 @@ def test_dapo_with_dynamic_sampling(files: dict[str, str], tmp_path: Path):
         warmup_steps=0, max_rounds=4, overlong_buffer=2, overlong_penalty=0.2, overlong_filter="False",
     )  # fmt: skip
     rises(series(metrics, f"{GRADE}begins_with_a_digit_rewards/mean"), 0.7)
-    filtered, rounds = series(metrics, "train/filtered_share"), series(metrics, "train/num_gen_batches")
+    filtered, rounds = (
+        series(metrics, "train/filtered_share"),
+        series(metrics, "train/num_gen_batches"),
+    )
     assert filtered[-1] > filtered[0] and max(rounds) > 1
 
 
@@ -62,26 +65,56 @@ def test_ppo_and_its_critic(files: dict[str, str], tmp_path: Path):
         "ppo", files, tmp_path / "run", **flags, rewards=f"{GRADE}begins_with_a_digit", value_clip=0.0, lam=1.0,
         critic_lr=2e-3, critic_only_steps=8,
     )  # fmt: skip
-    scores, explained = series(metrics, "critic/score/mean"), series(metrics, "critic/vf_explained_var")
+    scores, explained = (
+        series(metrics, "critic/score/mean"),
+        series(metrics, "critic/vf_explained_var"),
+    )
     rises([max(scores[:8]), *scores[8:]], 0.7)
     assert explained[0] < 0.1 and max(explained[4:]) > 0.3, explained
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_preference_accuracy_rises(name: str, files: dict[str, str], tmp_path: Path):
-    metrics = run(name, files, tmp_path / "run", steps=15, lr=1e-3, warmup_steps=0, eval_every=15, eval_share=0.2)
+    metrics = run(
+        name,
+        files,
+        tmp_path / "run",
+        steps=15,
+        lr=1e-3,
+        warmup_steps=0,
+        eval_every=15,
+        eval_share=0.2,
+    )
     before, after = metrics[0], metrics[-1]
     assert after["val/acc"] > 0.95 and after["val/loss"] < before["val/loss"] - 0.2
     assert after["val/margin"] > before["val/margin"] + 0.5
 
 
 def test_kto_accuracy_rises(files: dict[str, str], tmp_path: Path):
-    metrics = run("kto", files, tmp_path / "run", steps=15, lr=1e-3, warmup_steps=0, eval_every=15, eval_share=0.2)
+    metrics = run(
+        "kto",
+        files,
+        tmp_path / "run",
+        steps=15,
+        lr=1e-3,
+        warmup_steps=0,
+        eval_every=15,
+        eval_share=0.2,
+    )
     assert metrics[-1]["val/acc"] > 0.95 and metrics[-1]["val/loss"] < metrics[0]["val/loss"] - 0.1
 
 
 def test_sft_loss_falls(files: dict[str, str], tmp_path: Path):
-    metrics = run("sft", files, tmp_path / "run", steps=25, lr=3e-3, warmup_steps=2, eval_every=25, eval_share=0.2)
+    metrics = run(
+        "sft",
+        files,
+        tmp_path / "run",
+        steps=25,
+        lr=3e-3,
+        warmup_steps=2,
+        eval_every=25,
+        eval_share=0.2,
+    )
     assert metrics[-1]["val/loss"] < metrics[0]["val/loss"] - 1.0
 
 
@@ -91,7 +124,9 @@ def test_distillation_lowers_the_kl_to_its_teacher(files: dict[str, str], tmp_pa
     metrics = run("distill", files, tmp_path / "run", **flags)
     before, after = metrics[0]["eval/reverse_kl"], metrics[-1]["eval/reverse_kl"]
     assert before > 1.0 and after < 0.6 * before
-    assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.3  # the teacher answers in digits
+    assert (
+        metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.3
+    )  # the teacher answers in digits
 
 
 def teach(path: str, out: Path) -> None:
@@ -103,7 +138,10 @@ def teach(path: str, out: Path) -> None:
     for step in range(40):
         texts = [
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": f"{i}+{step}="}, {"role": "assistant", "content": f"{i * 7 % 1000:03d}"}],
+                [
+                    {"role": "user", "content": f"{i}+{step}="},
+                    {"role": "assistant", "content": f"{i * 7 % 1000:03d}"},
+                ],
                 tokenize=False,
             )
             for i in range(step, step + 160, 10)
