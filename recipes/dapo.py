@@ -127,7 +127,7 @@ def main(cfg: Config) -> None:
             run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
             run.record(batch)
             batch["advantage"] = rl.advantages.group_normalized(batch["reward"], batch["group"])
-            metric_PG = batch[f"{metric}_rewards"].view(-1, G)
+            metric_PG = batch[f"{rewards.columns[metric]}_rewards"].view(-1, G)
             keep_P = metric_PG.amax(1) > metric_PG.amin(1)  # its answers disagree
             keep_P &= (metric_PG.mean(1) >= cfg.pass_low) & (metric_PG.mean(1) <= cfg.pass_high)
             pool.add(batch[keep_P.repeat_interleave(G)])

@@ -20,6 +20,7 @@ class FakeController:
 
     def __init__(self, ranks: int) -> None:
         self.world_size = ranks
+        self.step = 0
         self.timeline = Timeline()
         self.workers = [
             SimpleNamespace(
@@ -28,6 +29,7 @@ class FakeController:
                 state={},
                 progress=lambda: None,
                 debug=True,
+                grader=None,
             )
             for rank in range(ranks)
         ]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from fsdprl.errors import UnscoredError
 from fsdprl.sample import Sample
 
 
@@ -99,3 +100,17 @@ def warmed(sample: Sample) -> float:
 
 
 warmed.warm_up = lambda: _warm_ups.append(os.getpid())
+
+
+def whole_group(group: list[Sample]) -> list[float]:
+    return [act(sample) * len(group) for sample in group]
+
+
+def no_verdict(sample: Sample) -> float:
+    if sample.response == "3":
+        raise UnscoredError("the judge is down")
+    return 1.0
+
+
+async def no_verdict_async(sample: Sample) -> float:
+    return no_verdict(sample)

@@ -11,11 +11,13 @@ import pytest
 from datafiles import given
 
 from fsdprl.errors import UserError
-from fsdprl.rewards import BUILT_IN, named
+from fsdprl.rewards import BUILT_IN
 from fsdprl.rewards.answer_text import last_boxed, stated_answer
+from fsdprl.rewards.lengths import soft_overlong
 from fsdprl.rewards.math import math_accuracy
+from fsdprl.rewards.names import named
 from fsdprl.rewards.numeric import final_number, gold_number, last_number, numeric_match
-from fsdprl.rewards.text import contains_answer, exact_match, soft_overlong, think_answer_format
+from fsdprl.rewards.text import contains_answer, exact_match, think_answer_format
 from fsdprl.sample import Sample
 
 
@@ -184,7 +186,7 @@ def test_soft_overlong_is_clamped():
 
 def test_rewards_by_name():
     assert named("accuracy") is math_accuracy and set(BUILT_IN) >= {"numeric", "exact", "format"}
-    assert named("fsdprl.rewards.text:soft_overlong") is soft_overlong
+    assert named("fsdprl.rewards.lengths:soft_overlong") is soft_overlong
     for name, message in [
         ("acuracy", "--rewards acuracy: no such reward; did you mean accuracy?"),
         ("no_such_module:f", "cannot import no_such_module"),

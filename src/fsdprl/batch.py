@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fsdprl.controller import current
 from fsdprl.errors import UserError
 from fsdprl.functions import function_ref, positional_names
+from fsdprl.grades import grade
 from fsdprl.options import RewardOptions
 from fsdprl.packing import balance, minibatch_plan, pack_rows
 
@@ -253,34 +254,12 @@ class Batch:
         allow_none: None means not applicable and becomes NaN. Raises UserError where the function returns None
         without that, or where more than options.max_failed_share of the samples failed.
         """
-        options = options or RewardOptions()
-        controller = current()
-        ref = asdict_ref(fn)
-        positions = self.by_rank()
-        payload = [
-            {"rows": self.row_ids[where], "fn": ref, "options": asdict(options)}
-            for where in positions
-        ]
-        replies = controller.call("rows.grade", payload, phase="rule_reward").wait()
-        failed = [
-            (int(self.row_ids[where[index]]), cause)
-            for where, reply in zip(positions, replies, strict=True)
-            for index, cause in reply["failed"]
-        ]
-        scores = self.gather(positions, [reply["scores"] for reply in replies])
-        controller.timeline.count("reward/failed", len(failed))
-        if failed and len(failed) > options.max_failed_share * len(self):
-            row, cause = failed[0]
-            raise UserError(
-                f"reward {ref['qualname']} failed on {len(failed)} of {len(self)} samples, more than "
-                f"--reward.max-failed-share {options.max_failed_share}; the first was row {row}: {cause}"
-            )
-        down = torch.isin(self.row_ids, torch.tensor([row for row, _ in failed], dtype=torch.int64))
-        scores[down] = 0.0
+        graded = grade(self, fn, options)
+        scores = torch.where(graded.failed, 0.0, graded.scores)
         if not allow_none and bool(scores.isnan().any()):
-            row = int(self.row_ids[scores.isnan()][0])
+            row, name = int(self.row_ids[scores.isnan()][0]), function_ref(fn).qualname
             raise UserError(
-                f"reward {ref['qualname']} returned None for row {row}: None means that a reward does not apply, "
+                f"reward {name} returned None for row {row}: None means that a reward does not apply, "
                 f"and no other reward covers this row; return a number"
             )
         return scores
@@ -370,7 +349,7 @@ class Batch:
         self, folder: Path, step: int, names: Sequence[str] = ("reward", "length", "truncated")
     ) -> None:
         """Every rank appends its own rows, with these sample columns, to its shard in the folder."""
-        present = [name for name in names if name in self.columns]
+        present = [name for name in self.columns if name in names or name.endswith("_rewards")]
         payload = [
             {
                 "rows": self.row_ids[where],

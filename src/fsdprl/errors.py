@@ -8,6 +8,11 @@ class UserError(ValueError):
     """
 
 
+class UnscoredError(Exception):
+    """What a reward raises when it has no verdict on a sample (a judge that does not answer, say): the sample is
+    counted as failed and taken out of the step, never scored 0."""
+
+
 class RemoteError(RuntimeError):
     """A rank failed. What `Handle.wait` raises, and what the job ends with if nobody catches it.
 

@@ -2,13 +2,18 @@
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
+from fsdprl import swift_names
 from fsdprl.errors import UserError
 
 
@@ -104,9 +109,41 @@ def positional_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def import_named(module: str) -> ModuleType:
+    """Import a module by its dotted name, or a plug-in file by its path, which becomes its name.
+
+    Modules that stand beside a plug-in file can be imported by it. Raises ImportError, UserError if there is no
+    such file, and whatever the module raises.
+    """
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    path = Path(module).expanduser().resolve()
+    name = str(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"{module}: no such file on {socket.gethostname()}")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    made = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        try:
+            spec.loader.exec_module(made)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "swift":
+                raise
+            swift_names.stand_in()
+            spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return made
+
+
 def _lookup(module: str, qualname: str) -> Any:
     try:
-        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        found: Any = sys.modules.get(module) or import_named(module)
     except ImportError as error:
         raise UserError(f"{module}:{qualname}: cannot import {module}: {error}") from None
     for part in qualname.split("."):

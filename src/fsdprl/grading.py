@@ -8,7 +8,7 @@ on with the rest. Everything is msgpack over private socket pairs; functions tra
 
 import selectors
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -196,7 +196,9 @@ class Grader:
         if not child.started:
             batch.return_unstarted(child.work, cause)
         elif child.ordered or len(child.chunk) == 1:
-            batch.fail(child.work.popleft(), cause)
+            for index in batch.unit(child.work):
+                batch.fail(index, cause)
+                child.work.remove(index)
             batch.return_work(child.work)
         else:
             batch.return_alone(child.work)
@@ -240,7 +242,10 @@ class _Batch:
         self._options = options
         self._scores: list[float | None] = [None] * len(samples)
         self._failures: list[Failure] = []
-        self._waiting = deque(range(len(samples)))
+        # The samples of a group, where the reward is one over groups, are side by side.
+        self._waiting = deque(sorted(range(len(samples)), key=lambda i: samples[i].group))
+        sizes = Counter(sample.group for sample in samples if sample.group >= 0)
+        self._largest = max(sizes.values(), default=1)  # what one hang or crash can cost
         self._alone: deque[int] = deque()
         self._false_starts = 0
 
@@ -253,7 +258,17 @@ class _Batch:
             return [self._alone.popleft()]
         share = len(self._waiting) // (2 * processes) if processes > 1 else CHUNK
         size = max(1, min(CHUNK, share, len(self._waiting)))
-        return [self._waiting.popleft() for _ in range(size)]
+        taken = [self._waiting.popleft() for _ in range(size)]
+        while self._waiting and self._together(taken[-1], self._waiting[0]):
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def unit(self, work: Sequence[int]) -> list[int]:
+        """The sample at the head of this work, and the others of its group if groups are rewarded."""
+        return [index for index in work if index == work[0] or self._together(index, work[0])]
+
+    def _together(self, one: int, other: int) -> bool:
+        return self.samples[one].group == self.samples[other].group >= 0
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """Write down an outcome. Raises RewardError if it is an error of the function's."""
@@ -262,6 +277,8 @@ class _Batch:
             self._scores[index] = outcome.score
         elif outcome.kind == "timeout":
             self.fail(index, f"no answer within {self._options.timeout_s:g} s")
+        elif outcome.kind == "unscored":
+            self.fail(index, outcome.text or "no verdict")
         elif outcome.kind == "invalid":
             raise RewardError(
                 f"reward {self.ref} returned {outcome.text} for {self._shown(index)}\n"
@@ -282,7 +299,7 @@ class _Batch:
         self._false_starts = 0
         self._failures.append(Failure(index, self.samples[index].row, cause))
         share = self._options.max_failed_share
-        if len(self._failures) > max(int(share * len(self.samples)), min(1, share > 0)):
+        if len(self._failures) > max(int(share * len(self.samples)), self._largest * (share > 0)):
             causes = "\n".join(f"row {f.row}: {f.cause}" for f in self._failures[:5])
             raise RewardError(
                 f"reward {self.ref} failed on {len(self._failures)} of {len(self.samples)} samples "

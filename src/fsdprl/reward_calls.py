@@ -1,10 +1,7 @@
 """How a reward function is called, and what counts as a reward. Runs in reward processes.
 
-Three forms are told apart by their signature:
-
-- `fn(sample) -> float | None`, one call per sample;
-- TRL's `fn(prompts, completions, **columns) -> list[float | None]`, one call per chunk;
-- `async def` of either, the samples of a chunk concurrently.
+Samples of plain functions are graded one after the other, so that the first one missing is at fault when a process
+dies; those of `async` functions concurrently; groups and TRL's lists in one call each (see reward_forms.py).
 """
 
 import asyncio
@@ -18,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from fsdprl.errors import UnscoredError
+from fsdprl.reward_forms import batch_arguments, form_of, is_async, made, sample_arguments
 from fsdprl.sample import Sample
 
 Emit = Callable[["Outcome"], None]
@@ -28,19 +27,15 @@ class Outcome(msgspec.Struct, array_like=True):
 
     index: int
     kind: str
-    """score | raised | invalid | timeout; of a chunk: ready | unusable | miscounted | undecided."""
+    """score | raised | invalid | timeout | unscored; of a chunk: ready | unusable | miscounted | undecided."""
     score: float | None = None
     text: str = ""
 
 
 def in_order(fn: Callable[..., Any]) -> bool:
     """Whether samples are graded one after the other, so that the first one missing is at fault."""
-    return not takes_batch(fn) and not _is_async(fn)
-
-
-def takes_batch(fn: Callable[..., Any]) -> bool:
-    """Whether `fn` has TRL's form: a parameter called `completions` or `prompts`."""
-    return not {"completions", "prompts"}.isdisjoint(_parameters(fn))
+    form = form_of(fn)
+    return form == "group" or (form != "batch" and not is_async(fn))
 
 
 def grade_chunk(
@@ -51,14 +46,25 @@ def grade_chunk(
     An exception is an outcome, except in an interpreter that is being interrupted. timeout_s bounds
     each await of async functions; nothing here can bound plain ones, their process is killed.
     """
-    if takes_batch(fn):
-        _grade_batch(fn, samples, emit, timeout_s)
-    elif _is_async(fn):
+    form = form_of(fn)
+    if form == "batch":
+        _grade_list(fn, samples, range(len(samples)), emit, timeout_s)
+    elif form == "group":
+        groups: dict[int, list[int]] = {}
+        for index, sample in enumerate(samples):
+            groups.setdefault(sample.group, []).append(index)
+        for members in groups.values():
+            _grade_list(fn, samples, members, emit, timeout_s)
+    elif is_async(fn):
         _event_loop().run_until_complete(_grade_together(fn, samples, emit, timeout_s))
     else:
+        call = made(fn)
         for index, sample in enumerate(samples):
             try:
-                outcome = scored(index, fn(sample))
+                positional, named = sample_arguments(fn, sample)
+                outcome = scored(index, call(*positional, **named))
+            except UnscoredError as error:
+                outcome = Outcome(index, "unscored", text=str(error))
             except (Exception, SystemExit) as error:
                 outcome = Outcome(index, "raised", text=_trace(error))
             emit(outcome)
@@ -68,6 +74,8 @@ def scored(index: int, value: Any) -> Outcome:
     """The value as a score: a finite number, a boolean or a 0-d array; None is not applicable."""
     if value is None:
         return Outcome(index, "score")
+    if isinstance(value, dict):
+        value = value.get("score", value)  # verl's functions may return more beside it
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real) and math.isfinite(value):
@@ -77,37 +85,58 @@ def scored(index: int, value: Any) -> Outcome:
     return Outcome(index, "invalid", text=f"{shown} ({type(value).__name__})")
 
 
-def _grade_batch(
-    fn: Callable[..., Any], samples: Sequence[Sample], emit: Emit, timeout_s: float | None
+def _grade_list(
+    fn: Callable[..., Any],
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    emit: Emit,
+    timeout_s: float | None,
 ) -> None:
+    """One call for the samples at these indices, which returns a list."""
+    some = [samples[index] for index in indices]
+    first = indices[0]
     try:
-        values = fn(**_batch_arguments(fn, samples))
+        grouped = form_of(fn) == "group"
+        values = made(fn)(some) if grouped else made(fn)(**batch_arguments(fn, some))
         if inspect.isawaitable(values):
             values = _event_loop().run_until_complete(_bounded(values, timeout_s))
         if isinstance(values, str) or not hasattr(values, "__len__"):
-            emit(Outcome(0, "miscounted", text=f"a {type(values).__name__}"))
+            emit(Outcome(first, "miscounted", text=f"a {type(values).__name__}"))
             return
     except _OverdueError:
-        emit(Outcome(0, "timeout" if len(samples) == 1 else "undecided"))
+        if len(some) == len(samples) > 1 and form_of(fn) == "batch":
+            emit(Outcome(first, "undecided"))
+            return
+        for index in indices:
+            emit(Outcome(index, "timeout"))
+        return
+    except UnscoredError as error:
+        for index in indices:
+            emit(Outcome(index, "unscored", text=str(error)))
         return
     except (Exception, SystemExit) as error:
-        emit(Outcome(0, "raised", text=_trace(error)))
+        emit(Outcome(first, "raised", text=_trace(error)))
         return
-    if len(values) != len(samples):
-        emit(Outcome(0, "miscounted", text=f"{len(values)} rewards"))
+    if len(values) != len(some):
+        emit(Outcome(first, "miscounted", text=f"{len(values)} rewards"))
         return
-    for index, value in enumerate(values):
+    for index, value in zip(indices, values, strict=True):
         emit(scored(index, value))
 
 
 async def _grade_together(
     fn: Callable[..., Any], samples: Sequence[Sample], emit: Emit, timeout_s: float | None
 ) -> None:
+    call = made(fn)
+
     async def one(index: int, sample: Sample) -> None:
         try:
-            emit(scored(index, await _bounded(fn(sample), timeout_s)))
+            positional, named = sample_arguments(fn, sample)
+            emit(scored(index, await _bounded(call(*positional, **named), timeout_s)))
         except _OverdueError:
             emit(Outcome(index, "timeout"))
+        except UnscoredError as error:
+            emit(Outcome(index, "unscored", text=str(error)))
         except (Exception, SystemExit) as error:
             emit(Outcome(index, "raised", text=_trace(error)))
 
@@ -127,37 +156,6 @@ async def _bounded(awaitable: Any, timeout_s: float | None) -> Any:
         if deadline.expired():
             raise _OverdueError from None
         raise
-
-
-def _batch_arguments(fn: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, Any]:
-    """TRL's keyword arguments: prompts, completions and every dataset column, as lists.
-
-    Message prompts give message completions, as TRL does. A function without ** gets only the
-    columns that it names.
-    """
-    columns: dict[str, Any] = {}
-    for key in {key: None for sample in samples for key in sample.meta}:
-        columns[key] = [sample.meta.get(key) for sample in samples]
-    columns.setdefault("answer", [sample.answer for sample in samples])
-    columns["prompts"] = [s.messages if s.messages else s.prompt for s in samples]
-    columns["completions"] = [
-        [{"role": "assistant", "content": s.response}] if s.messages else s.response
-        for s in samples
-    ]
-    parameters = _parameters(fn)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return columns
-    return {name: values for name, values in columns.items() if name in parameters}
-
-
-def _parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(fn).parameters)
-
-
-def _is_async(fn: Callable[..., Any]) -> bool:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return inspect.iscoroutinefunction(fn)
 
 
 @functools.cache

@@ -114,6 +114,7 @@ def generate(
         info = infos[i // n] | {
             "prompt_length": len(prompt),
             "truncated": completion.finish == "length",
+            "max_new_tokens": settings["max_new_tokens"],
         }
         row = Row(torch.cat([prompt, answer_ids]), mask, info, {"logp_sampler": completion.logp})
         worker.store.put(first_row[i // n] + i % n, row)

@@ -1,5 +1,6 @@
 """Worker verbs over resident rows: grade, transform, reduce, trade, show, free."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,32 +94,49 @@ def free(worker: Worker, *, spans: list[tuple[int, int]]) -> None:
     worker.store.free(spans)
 
 
-def samples_of(worker: Worker, row_ids: Sequence[int]) -> list[Sample]:
-    """The rows as reward functions see them. Text is decoded from the engine's own token ids."""
+def samples_of(worker: Worker, row_ids: Sequence[int], *, tokens: bool = False) -> list[Sample]:
+    """The rows as reward functions see them. Text is decoded from the engine's own token ids.
+
+    tokens: whether the responses' token ids come along.
+    """
     tokenizer = worker.state["tokenizer"]
     rows = worker.store.select(row_ids)
     if not rows:
         return []  # some tokenizers decode no rows to one empty text
-    responses = tokenizer.batch_decode(
-        [row.ids[row.info["prompt_length"] :].tolist() for row in rows], skip_special_tokens=True
-    )
+    ids = [row.ids[row.info["prompt_length"] :].tolist() for row in rows]
+    responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return [
         Sample(
             prompt=row.info["prompt"],
             response=response,
             answer=row.info.get("answer"),
-            length=len(row.ids) - row.info["prompt_length"],
+            length=len(answer),
             truncated=row.info.get("truncated", False),
             meta=row.info.get("meta") or {},
             messages=row.info.get("messages"),
             row=row_id,
+            ids=answer if tokens else [],
+            max_new_tokens=row.info.get("max_new_tokens", 0),
+            turns=row.info.get("turns"),
         )
-        for row_id, row, response in zip(row_ids, rows, responses, strict=True)
+        for row_id, row, response, answer in zip(row_ids, rows, responses, ids, strict=True)
     ]
 
 
-def grade(worker: Worker, *, rows: Tensor, fn: dict, options: dict) -> dict[str, Any]:
-    """Run a reward function over rows. Scores: float64 [R], NaN for None and for failed processes."""
+def grade(
+    worker: Worker,
+    *,
+    rows: Tensor,
+    fn: dict,
+    options: dict,
+    name: str = "",
+    step: int = 0,
+    groups: Tensor | None = None,
+) -> dict[str, Any]:
+    """Run a reward function over rows. Scores: float64 [R], NaN for None and for failed processes.
+
+    name: the reward's, for rows that say which rewards count. groups: of a reward over whole groups, int64 [R].
+    """
     from fsdprl.grading import Grader  # heavy only when rewards are used
 
     wanted = RewardOptions(**options)
@@ -126,12 +144,20 @@ def grade(worker: Worker, *, rows: Tensor, fn: dict, options: dict) -> dict[str,
         if worker.grader is not None:
             worker.grader.close()
         worker.grader, worker.state["reward_options"] = Grader(wanted, debug=worker.debug), wanted
-    graded = worker.grader.grade(
-        FunctionRef(**fn), samples_of(worker, rows.tolist()), worker.progress
-    )
-    scores = [float("nan") if score is None else score for score in graded.scores]
-    failed = [(failure.index, failure.cause) for failure in graded.failures]
-    return {"scores": torch.tensor(scores, dtype=torch.float64), "failed": failed}
+    samples = samples_of(worker, rows.tolist(), tokens=True)
+    numbers = [-1] * len(samples) if groups is None else groups.tolist()
+    samples = [
+        dataclasses.replace(s, step=step, group=g) for s, g in zip(samples, numbers, strict=True)
+    ]
+    counts = [worker.store.rows[sample.row].info.get("rewards") for sample in samples]
+    wanted_here = [i for i, listed in enumerate(counts) if not (name and listed) or name in listed]
+    some = [samples[index] for index in wanted_here]
+    graded = worker.grader.grade(FunctionRef(**fn), some, worker.progress)
+    scores = torch.full((len(samples),), float("nan"), dtype=torch.float64)
+    for index, score in zip(wanted_here, graded.scores, strict=True):
+        scores[index] = float("nan") if score is None else score
+    failed = [(wanted_here[failure.index], failure.cause) for failure in graded.failures]
+    return {"scores": scores, "failed": failed}
 
 
 def peek(worker: Worker, *, rows: Tensor) -> list[dict[str, Any]]:
@@ -158,7 +184,10 @@ def write_completions(
                 "response": sample.response,
                 "answer": sample.answer,
             }
-            line |= {name: values[i] for name, values in columns.items()}
+            if sample.turns:
+                line["turns"] = sample.turns
+            # NaN is no JSON: a reward that does not apply is null
+            line |= {name: v[i] if v[i] == v[i] else None for name, v in columns.items()}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
 

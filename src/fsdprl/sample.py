@@ -24,3 +24,13 @@ class Sample:
     """The prompt's chat messages, if it had any."""
     row: int = 0
     """Row id, for error messages."""
+    ids: list[int] = field(default_factory=list)
+    """The response's tokens as the engine sampled them."""
+    max_new_tokens: int = 0
+    """Most tokens that this answer could have had."""
+    group: int = -1
+    """Ordinal of its prompt in the batch, for rewards over a whole group; else -1."""
+    step: int = 0
+    """The training step."""
+    turns: list[dict[str, Any]] | None = None
+    """What was said after the prompt, tools and users included, if there were several turns."""

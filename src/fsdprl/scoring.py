@@ -1,22 +1,27 @@
 """Rewards by name, weighted and summed: what --rewards and --reward-weights mean."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fsdprl import rewards
 from fsdprl.batch import Batch
+from fsdprl.controller import current
 from fsdprl.errors import UserError
+from fsdprl.grades import Grades, grade
 from fsdprl.options import RewardOptions
 from fsdprl.policy import RewardModel
+from fsdprl.rewards.names import named, short_names
 
 MODEL = "reward_model"
-"""The reward model's name among the rewards."""
+"""The reward model's name among the rewards; the second one is reward_model_2."""
+
+_log = logging.getLogger(__name__)
 
 
 class Rewards:
-    """A weighted sum of reward functions. `rewards(batch)` scores a batch and keeps each part as a column."""
+    """A weighted sum of rewards. `rewards(batch)` scores a batch and keeps each part as a column."""
 
     def __init__(
         self,
@@ -24,18 +29,23 @@ class Rewards:
         weights: Sequence[float] = (),
         options: RewardOptions | None = None,
         *,
-        model: RewardModel | None = None,
+        model: RewardModel | Sequence[RewardModel] | None = None,
     ) -> None:
-        """names: built-in rewards, or `module:function` for your own. model: a reward model, counted last as
-        `reward_model`. weights: one for each of them; none is all 1.
+        """names: what `rewards.names.named` reads: built-in rewards, `module:function` or `file.py:function` for
+        your own. model: reward models, counted last as `reward_model`, `reward_model_2` and so on. weights: one for
+        each of them; none is all 1.
 
         Raises UserError for an unknown name, a function that cannot travel, or a wrong number of weights.
         """
-        self.functions = {name: rewards.named(name, flag="--rewards") for name in names}
-        self.model = model
-        parts = [*names, MODEL] if model else list(names)
+        models = [model] if isinstance(model, RewardModel) else list(model or [])
+        self.columns = dict(zip(names, short_names(list(names)), strict=True))
+        self.functions = {self.columns[text]: named(text, flag="--rewards") for text in names}
+        self.models = {MODEL if not i else f"{MODEL}_{i + 1}": m for i, m in enumerate(models)}
+        parts = [*self.functions, *self.models]
         if not parts:
             raise UserError("--rewards: name at least one reward")
+        if len(self.functions) < len(names):
+            raise UserError(f"--rewards names {', '.join(names)}: the same one twice")
         if weights and len(weights) != len(parts):
             raise UserError(
                 f"--reward-weights has {len(weights)} numbers for {', '.join(parts)}: give one each"
@@ -44,33 +54,64 @@ class Rewards:
         self.options = options or RewardOptions()
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The weighted sum over the rewards that apply to each row, float64 [N].
+        """The weighted sum over the rewards that apply to each row, float64 [N], always finite.
 
-        Each reward's own scores become the column `{name}_rewards` (NaN where it said None). Raises UserError
-        where no reward applies to a row.
+        Each reward's own scores become the column `{name}_rewards` (NaN where it said None). A row that a reward
+        failed on, or that none applies to, is `masked`: it gets the mean of its group's other rows (of the batch's,
+        if there are none), so that its advantage over them is 0. Masked rows are counted in `reward/masked` and
+        warned of; UserError where they are more than options.max_failed_share, and one is too many for it.
         """
-        several = len(self.weights) > 1
         total = torch.zeros(len(batch), dtype=torch.float64)
         applies = torch.zeros(len(batch), dtype=torch.bool)
+        failed = torch.zeros(len(batch), dtype=torch.bool)
         for name in self.weights:
-            scores = self.part(name, batch, several)
-            batch[f"{name}_rewards"] = scores
-            total += self.weights[name] * scores.nan_to_num(0.0)
-            applies |= ~scores.isnan()
-        if not bool(applies.all()):
-            row = int(batch.row_ids[~applies][0])
-            raise UserError(
-                f"--rewards: every reward returned None for row {row}: none applies to it"
-            )
-        return total
+            graded = self.part(name, batch)
+            batch[f"{name}_rewards"] = graded.scores
+            total += self.weights[name] * graded.scores.nan_to_num(0.0)
+            applies |= ~graded.scores.isnan()
+            failed |= graded.failed
+        masked = failed | ~applies
+        batch["masked"] = masked
+        self._check(batch, failed, applies)
+        return _filled(total, masked, batch.columns.get("group", batch.row_ids))
 
-    def part(self, name: str, batch: Batch, allow_none: bool) -> Tensor:
-        """One reward's own scores, float64 [N]."""
-        if name == MODEL and self.model:
-            return self.model.score(batch)
-        return batch.map(self.functions[name], options=self.options, allow_none=allow_none)
+    def part(self, name: str, batch: Batch) -> Grades:
+        """One reward's own verdicts on a batch."""
+        if name in self.models:
+            scores = self.models[name].score(batch)
+            return Grades(scores, torch.zeros(len(batch), dtype=torch.bool))
+        return grade(batch, self.functions[name], self.options, name=name)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """`{name}_rewards/mean` over the rows that each reward applies to."""
         means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in self.weights}
         return {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
+
+    def _check(self, batch: Batch, failed: Tensor, applies: Tensor) -> None:
+        none = ~applies & ~failed
+        count, share = int((failed | none).sum()), self.options.max_failed_share
+        if not count:
+            return
+        current().timeline.count("reward/masked", count)
+        allowed = max(int(share * len(batch)), share > 0)
+        row = int(batch.row_ids[none][0]) if bool(none.any()) else None
+        if row is not None and (int(none.sum()) > allowed or count == len(batch)):
+            raise UserError(
+                f"--rewards: every reward returned None for {int(none.sum())} of {len(batch)} rows, the first "
+                f"is row {row}: none applies to them, and --reward.max-failed-share is {share:g}"
+            )
+        _log.warning(
+            "%d of %d answers have no reward in this step and teach nothing", count, len(batch)
+        )
+
+
+def _filled(total: Tensor, masked: Tensor, group: Tensor) -> Tensor:
+    """total, with masked rows at the mean of their group's other rows, or of all other rows."""
+    if not bool(masked.any()):
+        return total
+    filled = total.clone()
+    everyone = total[~masked].mean() if bool((~masked).any()) else total.new_zeros(())
+    for place in masked.nonzero().flatten().tolist():
+        peers = total[(group == group[place]) & ~masked]
+        filled[place] = peers.mean() if len(peers) else everyone
+    return filled

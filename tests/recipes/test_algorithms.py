@@ -100,9 +100,7 @@ def test_dapo_penalises_length_linearly_over_the_buffer(act):
         "dapo", steps=1, rewards=(f"{GRADE}begins",), overlong_buffer=4, overlong_penalty=2.0
     )
     assert plain.values("reward/min")[0] == 0.0 and penalised.values("reward/min")[0] == -2.0
-    assert plain.values(f"{GRADE}begins_rewards/mean") == penalised.values(
-        f"{GRADE}begins_rewards/mean"
-    )
+    assert plain.values("begins_rewards/mean") == penalised.values("begins_rewards/mean")
     assert "--overlong-buffer" in act("dapo", overlong_buffer=8, max_new_tokens=8).error
 
 

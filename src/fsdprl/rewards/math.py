@@ -6,7 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from fsdprl.errors import UserError
-from fsdprl.rewards.answer_text import gold_text, stated_answer
+from fsdprl.rewards.answer_text import gold_text, last_boxed, stated_answer
+from fsdprl.rewards.text import think_answer_format
 from fsdprl.sample import Sample
 
 
@@ -26,6 +27,32 @@ def math_accuracy(sample: Sample) -> float | None:
     text = sample.response.rpartition("</think>")[2] if stated is None else _anchored(stated)
     # A deadline of math-verify's own needs SIGALRM; the reward process has one that always works.
     return float(bool(_math_verify().verify(gold, _parsed(text), timeout_seconds=None)))
+
+
+def boxed_accuracy(
+    sample: Sample,
+    *,
+    right: float = 1.0,
+    wrong: float = 0.0,
+    missing: float = 0.0,
+    structured: bool = False,
+) -> float | None:
+    """`right` if what the last `\\boxed{}` holds equals the gold answer mathematically, else `wrong`; `missing`
+    without a closed box. structured: a response that is not exactly one `<think>` and one `<answer>` block is wrong.
+
+    MindSpeed RL's acc_for_ppo and math_17k_acc; its base_acc is boxed(structured=True), its acc is
+    boxed(wrong=-0.5, missing=-1.0). None (not applicable) where math-verify cannot read the gold answer.
+    """
+    gold = _parsed(_anchored(gold_text(sample.answer)))
+    if not gold:
+        return None
+    said = last_boxed(sample.response)
+    if said is None:
+        return missing
+    if structured and not think_answer_format(sample):
+        return wrong
+    same = _math_verify().verify(gold, _parsed(_anchored(said)), timeout_seconds=None)
+    return right if same else wrong
 
 
 def _anchored(text: str) -> str:
@@ -67,3 +94,4 @@ def _warm_up() -> None:
 
 
 math_accuracy.warm_up = _warm_up  # type: ignore[attr-defined]
+boxed_accuracy.warm_up = _warm_up  # type: ignore[attr-defined]

@@ -5,6 +5,8 @@ import re
 from fsdprl.rewards.answer_text import gold_text
 from fsdprl.sample import Sample
 
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_STEP = re.compile(r"Step \d+:|^\d+\.|\n[-*]|First,|Second,|Next,|Finally,")
 _THINK_ANSWER = re.compile(
     r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
@@ -41,13 +43,23 @@ def think_answer_format(sample: Sample) -> float:
     return float(_THINK_ANSWER.fullmatch(sample.response) is not None)
 
 
-def soft_overlong(sample: Sample, *, max_length: int, cache_length: int) -> float:
-    """A penalty that grows over the last `cache_length` tokens before `max_length`: 0 to -1.
+def strict_format(sample: Sample) -> float:
+    """1.0 if `<think>`, `</think>`, `<answer>`, `</answer>` occur once each and in this order, the first at the
+    response's beginning and the last at its end, else -0.5.
 
-    -clamp((length - (max_length - cache_length)) / cache_length, 0, 1), lengths in engine tokens.
-    DAPO (arXiv:2503.14476), equation 13. Raises ValueError unless 0 < cache_length < max_length.
+    White space around the response is passed over; text between the blocks is allowed. MindSpeed RL's strict_format.
     """
-    if not 0 < cache_length < max_length:
-        raise ValueError(f"cache_length {cache_length} must lie between 0 and {max_length}")
-    exceed = sample.length - (max_length - cache_length)
-    return 0.0 - min(max(exceed / cache_length, 0.0), 1.0)
+    text = sample.response.strip()
+    places = [text.find(tag) for tag in _TAGS]
+    once = all(text.count(tag) == 1 for tag in _TAGS)
+    ends = text.startswith(_TAGS[0]) and text.endswith(_TAGS[-1])
+    return 1.0 if once and ends and places == sorted(places) else -0.5
+
+
+def steps(sample: Sample) -> float:
+    """min(1, step markers / 3): does the response show its working?
+
+    Markers: "Step 1:", a number with a dot at the very beginning, a bullet at the beginning of a line, and "First,",
+    "Second,", "Next,", "Finally,". Called `step` in open-r1's and MindSpeed RL's lists.
+    """
+    return min(1.0, len(_STEP.findall(sample.response)) / 3.0)

@@ -1,0 +1,95 @@
+"""How a batch is graded: what is sent to the ranks, and what their scores and failures mean."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdprl.controller import current
+from fsdprl.errors import UserError
+from fsdprl.functions import function_ref
+from fsdprl.options import RewardOptions
+
+if TYPE_CHECKING:
+    from fsdprl.batch import Batch
+
+
+@dataclass(frozen=True)
+class Grades:
+    """One reward's verdicts on N rows."""
+
+    scores: Tensor
+    """float64 [N], NaN where the reward does not apply (it returned None) and where it failed."""
+    failed: Tensor
+    """bool [N]: its process hung or died, or it raised UnscoredError."""
+
+
+def grade(
+    batch: "Batch", fn: Callable[..., Any], options: RewardOptions | None = None, *, name: str = ""
+) -> Grades:
+    """Run a reward function over every row, in killable processes beside the text.
+
+    name: rows whose dataset lists the rewards that count for it are graded only if it is among them. Failures are
+    counted in `reward/failed`. Raises UserError where more than options.max_failed_share of the rows fail (one is
+    always allowed, unless the share is 0), and for a reward over groups whose answers are on several ranks.
+    """
+    options = options or RewardOptions()
+    controller = current()
+    ref = function_ref(fn)
+    positions = batch.by_rank()
+    payload: list[dict[str, Any]] = [
+        {
+            "rows": batch.row_ids[where],
+            "fn": {"module": ref.module, "qualname": ref.qualname, "kwargs": ref.kwargs},
+            "options": asdict(options),
+            "name": name,
+            "step": controller.step,
+        }
+        for where in positions
+    ]
+    if _rewards_groups(fn):
+        groups = _groups(batch)
+        for part, where in zip(payload, positions, strict=True):
+            part["groups"] = groups[where]
+    replies = controller.call("rows.grade", payload, phase="rule_reward").wait()
+    failed = [
+        (int(where[index]), cause)
+        for where, reply in zip(positions, replies, strict=True)
+        for index, cause in reply["failed"]
+    ]
+    controller.timeline.count("reward/failed", len(failed))
+    share = options.max_failed_share
+    if len(failed) > max(int(share * len(batch)), share > 0):
+        place, cause = failed[0]
+        raise UserError(
+            f"reward {ref.qualname} failed on {len(failed)} of {len(batch)} samples, more than "
+            f"--reward.max-failed-share {share}; the first was row {int(batch.row_ids[place])}: {cause}"
+        )
+    down = torch.zeros(len(batch), dtype=torch.bool)
+    down[[place for place, _ in failed]] = True
+    return Grades(batch.gather(positions, [reply["scores"] for reply in replies]), down)
+
+
+def _rewards_groups(fn: Callable[..., Any]) -> bool:
+    while hasattr(fn, "func"):
+        fn = fn.func  # type: ignore[attr-defined]
+    call = fn.__call__ if isinstance(fn, type) else fn
+    return "group" in getattr(call, "__code__", _NO_CODE).co_varnames
+
+
+class _NO_CODE:
+    co_varnames = ()
+
+
+def _groups(batch: "Batch") -> Tensor:
+    """The group of each row, int64 [N]. Raises UserError where a group is not on one rank."""
+    groups, ranks = batch["group"], batch.ranks
+    for group in groups.unique():
+        if len(ranks[groups == group].unique()) > 1:
+            raise UserError(
+                "a reward over whole groups needs a group's answers on one rank: score the batch before "
+                "batch.rebalance()"
+            )
+    return groups
