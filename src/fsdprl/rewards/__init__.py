@@ -9,6 +9,8 @@ from typing import Any
 
 from fsdprl.rewards.answer_line import answer_line as answer_line
 from fsdprl.rewards.choices import multiple_choice as multiple_choice
+from fsdprl.rewards.code import code_tests as code_tests
+from fsdprl.rewards.judging import judge as judge
 from fsdprl.rewards.lengths import cosine as cosine
 from fsdprl.rewards.lengths import repetition as repetition
 from fsdprl.rewards.lengths import soft_overlong as soft_overlong
@@ -37,5 +39,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "repetition": repetition,
     "soft_overlong": soft_overlong,
     "tool_f1": tool_call_f1,
+    "code": code_tests,
+    "judge": judge,
 }
 """Names for the command line."""
