@@ -103,7 +103,7 @@ def test_every_option_reaches_vllm_under_its_own_name():
         "enforce_eager": True,
         "enable_prefix_caching": False,
     }
-    arguments = engine_arguments(EngineOptions(**given, extra=("block_size=16",)), CUDA)
+    arguments = engine_arguments(EngineOptions(**given, extra=("block_size=16",)), CUDA, 64)
     assert {name: arguments[name] for name in given} == given
     assert arguments["block_size"] == 16
     # the rest is decided where the engine is built
@@ -113,14 +113,17 @@ def test_every_option_reaches_vllm_under_its_own_name():
 
 
 def test_vllms_defaults_where_the_options_say_nothing():
-    on_cuda = engine_arguments(EngineOptions(), CUDA)
+    on_cuda = engine_arguments(EngineOptions(), CUDA, 64)
     assert on_cuda["gpu_memory_utilization"] == 0.5
     assert on_cuda["enforce_eager"] is False and on_cuda["enable_sleep_mode"] is True
     assert "kv_cache_memory_bytes" not in on_cuda and "enable_prefix_caching" not in on_cuda
-    on_cpu = engine_arguments(EngineOptions(), CPU)
+    on_cpu = engine_arguments(EngineOptions(), CPU, 5000)
     assert on_cpu["kv_cache_memory_bytes"] == 1 << 30  # else half of the host's memory
     assert on_cpu["enforce_eager"] is True and on_cpu["enable_sleep_mode"] is False
-    shared = engine_arguments(EngineOptions(gpu_memory_utilization=0.1), CPU)
+    # half a prompt would need a generator on CPU to go back, which none can
+    assert on_cpu["enable_chunked_prefill"] is False and on_cpu["max_num_batched_tokens"] == 5000
+    assert "enable_chunked_prefill" not in on_cuda
+    shared = engine_arguments(EngineOptions(gpu_memory_utilization=0.1), CPU, 64)
     assert "kv_cache_memory_bytes" not in shared and shared["gpu_memory_utilization"] == 0.1
 
 

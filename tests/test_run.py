@@ -76,6 +76,19 @@ def test_decided_at_run_time_is_written_down(tmp_path: Path):
     assert read_json(tmp_path / "run" / "config.json")["engine"] == "vllm"
 
 
+def test_another_engine_does_not_continue_a_run(tmp_path: Path):
+    job = Job(tmp_path / "run", save_every=1).open()
+    job.controller.facts["engine"] = "vllm"
+    with pytest.raises(ZeroDivisionError):
+        job.train(3, during=lambda step: 1 / (1 - step))
+    job.end("failed")
+    again = Job(tmp_path / "run", save_every=1).open()
+    again.controller.facts["engine"] = "transformers"
+    with pytest.raises(UserError, match=r"begun with engine vllm.*--engine\.kind vllm"):
+        again.train(3)
+    assert read_json(tmp_path / "run" / "config.json")["engine"] == "vllm"
+
+
 def test_a_profile_window_is_asked_of_the_ranks(tmp_path: Path):
     job = Job(tmp_path / "run", profile="1:2").train(4)
     out = str((tmp_path / "run" / "profile").resolve())

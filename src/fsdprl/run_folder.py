@@ -210,14 +210,25 @@ class RunFolder:
                 )
                 event["recipe"] = name
             facts["resumed"] = [*facts["resumed"], event]
-        self.facts = facts
-        write_json(self.path / "config.json", facts)
+        self.begun = known or {}
+        self.facts = self.begun | facts
+        write_json(self.path / "config.json", self.facts)
         if source:
             (self.path / name).write_bytes(source)
         self.completions.mkdir(exist_ok=True)
 
     def note(self, **facts: Any) -> None:
-        """Add to config.json what was only decided at run time."""
+        """Add to config.json what was only decided at run time.
+
+        Raises UserError where a run that is resumed was begun with something else.
+        """
+        for name, value in facts.items():
+            begun = self.begun.get(name, value)
+            if self.restore and begun != value:
+                raise UserError(
+                    f"{self.path} was begun with {name} {begun}, and would now go on with {value}: "
+                    f"give --{name}.kind {begun}, or another --run.out"
+                )
         if any(self.facts.get(name) != value for name, value in facts.items()):
             self.facts |= facts
             write_json(self.path / "config.json", self.facts)

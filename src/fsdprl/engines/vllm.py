@@ -37,6 +37,7 @@ from fsdprl.world import World
 MEMORY_UTILIZATION = 0.5
 """vLLM's own 0.9 would leave the trainer, which lives on the same device, nothing."""
 CPU_CACHE_BYTES = 1 << 30
+CPU_STEP_TOKENS = 4096  # as vLLM itself takes there
 TAGS = ("weights", "kv_cache")
 
 
@@ -64,11 +65,12 @@ class VllmEngine:
         self.expected = expected_weights(path, getattr(torch, dtype))
         vllm = import_vllm()
         self._vllm = vllm
-        arguments = engine_arguments(options, device) | {
+        arguments = {
             "model": path,
             "dtype": dtype,
             "max_model_len": max_model_len,
             "seed": seed % 2**31,
+            **engine_arguments(options, device, max_model_len),
         }
         refuse_unknown(arguments, vllm)
         if device.type == "cpu":
@@ -272,7 +274,9 @@ def head_size(path: str) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def engine_arguments(options: EngineOptions, device: torch.device) -> dict[str, Any]:
+def engine_arguments(
+    options: EngineOptions, device: torch.device, max_model_len: int
+) -> dict[str, Any]:
     """The options as vLLM's own arguments."""
     on_cpu = device.type == "cpu"
     cache = options.kv_cache_memory_bytes
@@ -292,8 +296,18 @@ def engine_arguments(options: EngineOptions, device: torch.device) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,  # counts preemptions
         "enable_sleep_mode": not on_cpu,
+        **(whole_prompts(max_model_len) if on_cpu else {}),
         **{name: value for name, value in given.items() if value is not None},
         **extra_arguments(options),
+    }
+
+
+def whole_prompts(max_model_len: int) -> dict[str, Any]:
+    """Arguments under which no prompt is cut in two. vLLM takes back what a request with a seed drew
+    behind half a prompt, and torch's generators on CPU cannot go back."""
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, max_model_len),
     }
 
 

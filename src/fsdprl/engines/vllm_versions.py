@@ -48,8 +48,9 @@ def import_vllm() -> ModuleType:
     # scheduler's decisions, and weights could not be handed over as tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Every pull would warn of layers that have nothing to load (rotary embeddings, tied heads).
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Every pull would warn of layers that have nothing to load (rotary embeddings, tied heads); an
+    # error would print every request of the batch, and reach us as an exception all the same.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     return importlib.import_module("vllm")
 
 

@@ -1,0 +1,65 @@
+"""recipes/grpo.py with the real vLLM in its ranks: what runs, repeats, and learns."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.processes import run, series, task
+from tests.run_job import without_times
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+VLLM = {"engine.kind": "vllm", "engine.kv-cache-memory-bytes": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return task(tmp_path_factory.mktemp("task"))
+
+
+def answers(out: Path, step: int = 0) -> list[tuple[str, str, float]]:
+    """What was sampled in a step, on all ranks."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((out / "completions").glob("rank-*.jsonl")):
+        rows += map(json.loads, path.read_text().splitlines())
+    return sorted((r["prompt"], r["response"], r["reward"]) for r in rows if r["step"] == step)
+
+
+def test_two_ranks_train_with_an_engine_each(files: dict[str, str], tmp_path: Path):
+    metrics = run("grpo", files, tmp_path, ranks=2, timeout_s=600, steps=2, lr=1e-3, **VLLM)
+    assert json.loads((tmp_path / "config.json").read_text())["engine"] == "vllm"
+    assert len(answers(tmp_path)) == len(answers(tmp_path, 1)) == 32
+    assert answers(tmp_path) != answers(tmp_path, 1)
+    for name in ("timing/rollout", "timing/resharding_to_infer", "vllm_tps"):
+        assert min(series(metrics, name)) > 0
+
+
+@pytest.mark.slow
+def test_a_run_repeats_and_ranks_do_not_matter(files: dict[str, str], tmp_path: Path):
+    """The same seed gives the same numbers to the last bit, and other ranks the same samples."""
+    # names of one length: the paths travel, and metrics count the bytes sent
+    runs = {name: tmp_path / name for name in ("first", "again", "ranks")}
+    found = {
+        name: run(
+            "grpo", files, out, ranks=2 * (name == "ranks"), timeout_s=600, steps=3, lr=1e-3, **VLLM
+        )
+        for name, out in runs.items()
+    }
+    assert without_times(runs["first"]) == without_times(runs["again"])
+    assert answers(runs["first"], 2) == answers(runs["again"], 2)
+    assert answers(runs["first"]) == answers(runs["ranks"])
+    rewards = [series(found[name], "reward/mean") for name in ("first", "ranks")]
+    assert rewards[0][0] == rewards[1][0]
+
+
+@pytest.mark.slow
+def test_reward_rises(files: dict[str, str], tmp_path: Path):
+    flags = {"steps": 20, "prompts-per-step": 16, "group-size": 8, "lr": 3e-3, "eval-every": 0}
+    rewards = series(run("grpo", files, tmp_path, timeout_s=600, **flags, **VLLM), "reward/mean")
+    assert rewards[0] < 0.35 and sum(rewards[-3:]) / 3 > 0.7, rewards
