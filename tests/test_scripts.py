@@ -45,9 +45,9 @@ def test_shell_scripts_parse_and_stop_at_the_first_error(name):
 
 def test_tiny_model_is_a_small_qwen3(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    # 60 x 96 embeddings; a layer: q 9216, k and v 4608 each, o 9216, ffn 3 x 27648,
-    # norms 2 x 96 and 2 x 24; a last norm
-    layer = 2 * 9216 + 2 * 4608 + 3 * 27648 + 2 * 96 + 2 * 24
+    # 60 x 96 embeddings; a layer: q 12288, k and v 6144 each, o 12288, ffn 3 x 27648,
+    # norms 2 x 96 and 2 x 32; a last norm
+    layer = 2 * 12288 + 2 * 6144 + 3 * 27648 + 2 * 96 + 2 * 32
     assert sum(p.numel() for p in model.parameters()) == 60 * 96 + 2 * layer + 96
     assert model.config.model_type == "qwen3"
     weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
