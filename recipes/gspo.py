@@ -34,8 +34,8 @@ class Config:
     prompts_per_step: int = 64  # P
     group_size: int = 8  # G, answers to each prompt
     temperature: float = 1.0  # training divides logits by it too
-    max_prompt_length: int = 1024  # tokens; longer prompts are dropped and counted
-    drop_long_prompts: bool = False  # also when they are more than 1 % of data
+    max_prompt_length: int = 1024  # tokens
+    long_prompts: rl.LongPrompts = "error"  # what becomes of longer ones above 1 % of data
     max_new_tokens: int = 1024  # most tokens of an answer
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
@@ -77,7 +77,7 @@ def main(cfg: Config) -> None:
         chat_template=cfg.chat_template,
         system=cfg.system,
         max_prompt_length=cfg.max_prompt_length,
-        drop_long_prompts=cfg.drop_long_prompts,
+        long_prompts=cfg.long_prompts,
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches

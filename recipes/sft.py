@@ -30,7 +30,7 @@ class Config:
     chat_template: str = ""  # Jinja file in place of the tokenizer's own template
     system: str = ""  # system prompt, or a file that holds it
     max_length: int = 4096  # most tokens of a row
-    over_length: Literal["error", "drop", "truncate"] = "error"  # what becomes of longer rows
+    over_length: rl.OverLength = "error"  # what becomes of longer rows
     steps: int = 0  # steps to train; 0 takes as many as epochs need
     epochs: float = 1.0  # passes over data, where steps is 0
     seed: int = 0  # of data order

@@ -171,11 +171,14 @@ def test_long_prompts(tmp_path: Path, bare: str, caplog: pytest.LogCaptureFixtur
     assert [prompt.index for prompt in prompts.first(6)] == [0, 1, 2, 3, 4, 6]
     assert {prompt.index for prompt in prompts.take(0, 198)} == set(range(200)) - {5, 150}
     rows[7] = {"prompt": "x" * 12}  # above one per cent
-    with pytest.raises(UserError, match=r"3 of 200 .* \(longest: 12, .*:8\): raise it, or drop"):
+    with pytest.raises(
+        UserError,
+        match=r"3 of 200 .* \(longest: 12, .*:8\): raise it, or choose --long-prompts drop",
+    ):
         made(tmp_path, rows, bare, max_prompt_length=10)
-    assert len(made(tmp_path, rows, bare, max_prompt_length=10, drop_long_prompts=True)) == 197
+    assert len(made(tmp_path, rows, bare, max_prompt_length=10, long_prompts="drop")) == 197
     with pytest.raises(UserError, match=r"200 of 200 .*no prompt is left"):
-        made(tmp_path, rows, bare, max_prompt_length=9, drop_long_prompts=True)
+        made(tmp_path, rows, bare, max_prompt_length=9, long_prompts="drop")
 
 
 def test_plain_values():

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fsdprl.precomputed import UniformReference as UniformReference
     from fsdprl.preferences import Preferences as Preferences
     from fsdprl.preferences import preference_sets as preference_sets
+    from fsdprl.prompts import LongPrompts as LongPrompts
     from fsdprl.prompts import Prompts as Prompts
     from fsdprl.prompts import prompt_sets as prompt_sets
     from fsdprl.resampling import GroupPool as GroupPool
@@ -80,6 +81,7 @@ NAMES: dict[str, str] = {
     "TrainedRewardModel": "policy",
     "Preferences": "preferences",
     "preference_sets": "preferences",
+    "LongPrompts": "prompts",
     "Prompts": "prompts",
     "prompt_sets": "prompts",
     "GroupPool": "resampling",

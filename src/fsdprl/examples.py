@@ -102,9 +102,9 @@ class Examples:
             raise UserError(
                 f"{self._flag} {self.form.path}: {long.sum()} of {used.sum()} rows are longer than "
                 f"--max-length {limit} tokens (longest: {tokens[worst]}, "
-                f"{self.source.where(worst)}): raise it, or choose --over-length drop or truncate"
+                f"{self.source.where(worst)}): raise it, or choose --over-length drop, truncate or truncate_left"
             )
-        if self.form.over_length == "truncate":
+        if self.form.over_length.startswith("truncate"):
             long[:] = False
         empty = (loss_tokens == 0) & used & ~long
         kept = copy.copy(self)

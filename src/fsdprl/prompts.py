@@ -3,13 +3,14 @@
 import copy
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fsdprl.controller import current
 from fsdprl.data import order
 from fsdprl.data.chat import Conversations, Messages, PromptFormat, load_tokenizer, text_or_file
+from fsdprl.data.mixture import REWARDS, read_as
 from fsdprl.data.prompt import Prompt
 from fsdprl.data.rows import field, open_rows
 from fsdprl.errors import UserError
@@ -17,6 +18,10 @@ from fsdprl.errors import UserError
 MOST_DROPPED = 0.01
 """Share of prompts that may be too long before that must be asked for."""
 _CHUNK = 4096
+
+LongPrompts = Literal["error", "drop", "truncate", "truncate_left"]
+"""Of prompts that are too long: up to 1 % are dropped (error), all are (drop), their first (truncate) or last
+(truncate_left) tokens are kept."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +43,23 @@ class Prompts:
         chat_template: str = "",
         prompt_format: PromptFormat = "auto",
         max_prompt_length: int = 1024,
-        drop_long_prompts: bool = False,
+        long_prompts: LongPrompts = "error",
         seed: int = 0,
         flag: str = "--data",
     ) -> None:
         """Read, check and tokenise every row.
 
-        prompt_key: column with a string or a list of chat messages (`a.b` reaches into objects).
+        prompt_key: column with a string or a list of chat messages (`a.b` reaches into objects). Where it and
+        answer_key are left at `prompt` and `answer`, rows in the forms of other tools are read as they are
+        (data/handlers.py).
         prompt_format: whether a string is a user's message (`chat`), the text itself (`raw`), or a
         message where the tokenizer has a chat template (`auto`). answer_key: column of the reference
         answer; empty for none. system: text, or a file with it, for conversations that bring no
         system message of their own. chat_template: Jinja file in place of the tokenizer's.
 
-        Prompts of more than max_prompt_length tokens are dropped, counted and warned of once; above
-        1 % of them that is an error unless drop_long_prompts. flag: how errors name the dataset.
+        Prompts of more than max_prompt_length tokens are dropped, counted and warned of once; above 1 % of them that
+        is an error. long_prompts: `drop` allows more, `truncate` keeps their first tokens instead, `truncate_left`
+        the last ones, which cuts into the template's beginning. flag: how errors name the dataset.
 
         Raises UserError with file:line, field and value for the first row that cannot be used.
         """
@@ -63,23 +71,31 @@ class Prompts:
             system=text_or_file(system, "--system") if system else "",
         )
         self._prompt_key, self._answer_key = prompt_key, answer_key
-        self._rows = open_rows(path, flag=flag)
+        rows = open_rows(path, flag=flag)
+        by_columns = prompt_key == "prompt" and answer_key in ("", "answer")
+        self._rows = read_as(rows, "prompt") if by_columns else rows
         self._ids, self._ends = self._tokenise()
+        self._limit, self._policy = max_prompt_length, long_prompts
         lengths = np.diff(self._ends, prepend=0)
-        self._kept = np.flatnonzero(lengths <= max_prompt_length).astype(np.int64)
-        self.counts = {"rows": len(lengths), "too_long": int(len(lengths) - len(self._kept))}
-        if dropped := self.counts["too_long"]:
+        fits = lengths <= max_prompt_length
+        cut = long_prompts.startswith("truncate")
+        self._kept = np.flatnonzero(fits | cut).astype(np.int64)
+        long = int((~fits).sum())
+        self.counts = {"rows": len(lengths), "cut" if cut else "too_long": long}
+        if long:
             worst = int(np.argmax(lengths))
             text = (
-                f"{flag} {path}: {dropped} of {len(lengths)} prompts are longer than "
+                f"{flag} {path}: {long} of {len(lengths)} prompts are longer than "
                 f"--max-prompt-length {max_prompt_length} tokens "
                 f"(longest: {lengths[worst]}, {self._rows.where(worst)})"
             )
             if not len(self._kept):
                 raise UserError(f"{text}: no prompt is left")
-            if dropped > MOST_DROPPED * len(lengths) and not drop_long_prompts:
-                raise UserError(f"{text}: raise it, or drop them with --drop-long-prompts")
-            _log.warning("%s: dropped", text)
+            if long > MOST_DROPPED * len(lengths) and long_prompts == "error":
+                raise UserError(
+                    f"{text}: raise it, or choose --long-prompts drop, truncate or truncate_left"
+                )
+            _log.warning("%s: %s", text, "cut" if cut else "dropped")
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -149,17 +165,22 @@ class Prompts:
         row, prompt, answer = self._read(index)
         start = self._ends[index - 1] if index else 0
         where = self._rows.where(index)
+        ids, text = self._ids[start : self._ends[index]], self._texts([prompt], index)[0]
+        if len(ids) > self._limit:
+            ids = ids[-self._limit :] if self._policy == "truncate_left" else ids[: self._limit]
+            text = self.tokenizer.decode(ids.tolist())
         return Prompt(
-            ids=self._ids[start : self._ends[index]],
-            text=self._texts([prompt], index)[0],
+            ids=ids,
+            text=text,
             messages=None if isinstance(prompt, str) else prompt,
             answer=plain(answer, where),
             meta={
                 name: plain(value, f"{where}: field {name!r}")
                 for name, value in row.items()
-                if name != self._prompt_key
+                if name not in (self._prompt_key, REWARDS)
             },
             index=index,
+            rewards=row.get(REWARDS),
         )
 
 

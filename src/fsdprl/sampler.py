@@ -181,4 +181,5 @@ def info_of(prompt: Prompt) -> dict[str, Any]:
         "messages": prompt.messages,
         "answer": prompt.answer,
         "meta": prompt.meta,
+        "rewards": prompt.rewards,
     }

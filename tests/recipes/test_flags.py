@@ -146,7 +146,7 @@ SAMPLED = {
     "group_size": 3,
     "temperature": 0.7,
     "max_prompt_length": 30,
-    "drop_long_prompts": (True, {"max_prompt_length": 30}),
+    "long_prompts": ("drop", {"max_prompt_length": 30}),
     "max_new_tokens": 7,
     "reward_weights": (1.0, 0.5),
     "rewards": (f"{GRADE}letters",),

@@ -14,10 +14,13 @@ import numpy.typing as npt
 
 from fsdprl.data import rows as files
 from fsdprl.data.chat import Conversations, Messages, PromptFormat, checked_messages, load_tokenizer
-from fsdprl.data.row_tokens import Parts, RowTokens, TokenRow, too_long
+from fsdprl.data.mixture import read_as
+from fsdprl.data.row_tokens import Parts, RowTokens, TokenRow, cut, too_long
 from fsdprl.errors import UserError
 
-OverLength = Literal["error", "drop", "truncate"]
+OverLength = Literal["error", "drop", "truncate", "truncate_left"]
+DEFAULT_KEYS = ("messages", "prompt", "completion", "text")
+"""With these, rows in the forms of other tools are read as they are (handlers.py)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class ExampleFormat:
     max_length: int
     """Most tokens of a row."""
     over_length: OverLength = "error"
-    """What becomes of longer rows; truncate keeps their first max_length tokens."""
+    """What becomes of longer rows; truncate keeps their first max_length tokens, truncate_left the last ones."""
     assistant_turns: Literal["all", "last"] = "all"
     """Which assistant messages of a conversation are learnt."""
     prompt_format: PromptFormat = "auto"
@@ -58,7 +61,9 @@ class ExampleRows:
                 f"to every machine, or put it where all of them see it"
             )
         self._form = form
-        self._files = files.open_rows(form.path, flag=flag)
+        rows = files.open_rows(form.path, flag=flag)
+        keys = (form.messages_key, form.prompt_key, form.completion_key, form.text_key)
+        self._files = read_as(rows, "example") if keys == DEFAULT_KEYS else rows
         self.tokenizer = load_tokenizer(form.tokenizer_path, chat_template=form.chat_template)
         self._conversations = Conversations(
             self.tokenizer, prompt_format=form.prompt_format, system=form.system
@@ -86,9 +91,9 @@ class ExampleRows:
         limit, places = self._form.max_length, list(indices)
         for number, row in enumerate(found):
             if len(row.ids) > limit:
-                if self._form.over_length != "truncate":
+                if not self._form.over_length.startswith("truncate"):
                     raise UserError(f"{self.where(places[number])}: {too_long(row.ids, limit)}")
-                found[number] = TokenRow(row.ids[:limit], row.mask[:limit], row.meta)
+                found[number] = cut(row, limit, self._form.over_length)
         return found
 
     def measure(
@@ -98,7 +103,8 @@ class ExampleRows:
         found = self._tokenise(indices)
         limit = self._form.max_length
         tokens = np.array([len(row.ids) for row in found], dtype=np.int32)
-        loss_tokens = np.array([row.mask[:limit].sum() for row in found], dtype=np.int32)
+        within = [cut(row, limit, self._form.over_length).mask.sum() for row in found]
+        loss_tokens = np.array(within, dtype=np.int32)
         return tokens, loss_tokens
 
     def _tokenise(self, indices: Sequence[int]) -> list[TokenRow]:

@@ -14,16 +14,12 @@ import numpy.typing as npt
 from fsdprl.data import rows as files
 from fsdprl.data.chat import Conversations, Messages, PromptFormat, checked_messages, load_tokenizer
 from fsdprl.data.example_rows import OverLength
-from fsdprl.data.row_tokens import Parts, RowTokens, TokenRow, too_long
+from fsdprl.data.handlers import SHAREGPT_ROLES
+from fsdprl.data.mixture import read_as
+from fsdprl.data.row_tokens import Parts, RowTokens, TokenRow, cut, too_long
 from fsdprl.errors import UserError
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "system": "system",
-    "function_call": "assistant",
-    "observation": "tool",
-}
+DEFAULT_KEYS = ("prompt", "chosen", "rejected", "completion", "label")
 CONVERSATION_KEYS = ("conversations", "messages")
 """Where the prompt is looked for if there is no field of --prompt-key."""
 
@@ -69,7 +65,15 @@ class PreferenceRows:
                 f"to every machine, or put it where all of them see it"
             )
         self._form = form
-        self._files = files.open_rows(form.path, flag=flag)
+        rows = files.open_rows(form.path, flag=flag)
+        keys = (
+            form.prompt_key,
+            form.chosen_key,
+            form.rejected_key,
+            form.completion_key,
+            form.label_key,
+        )
+        self._files = read_as(rows, "preference") if keys == DEFAULT_KEYS else rows
         self.tokenizer = load_tokenizer(form.tokenizer_path, chat_template=form.chat_template)
         self._conversations = Conversations(
             self.tokenizer, prompt_format=form.prompt_format, system=form.system
@@ -124,9 +128,10 @@ class PreferenceRows:
         limit, places = self._form.max_length, list(indices)
         for number, row in enumerate(found):
             if len(row.ids) > limit:
-                if self._form.over_length != "truncate" and answers is None:
+                policy = self._form.over_length
+                if not policy.startswith("truncate") and answers is None:
                     raise UserError(f"{self.where(places[number])}: {too_long(row.ids, limit)}")
-                found[number] = TokenRow(row.ids[:limit], row.mask[:limit], row.meta)
+                found[number] = cut(row, limit, policy)
         return found
 
     def measure(
@@ -135,7 +140,8 @@ class PreferenceRows:
         """(tokens, loss tokens within max_length) of these completions, each int32 [len(indices)]."""
         found, limit = self._tokenise(indices, indices), self._form.max_length
         tokens = np.array([len(row.ids) for row in found], dtype=np.int32)
-        loss_tokens = np.array([row.mask[:limit].sum() for row in found], dtype=np.int32)
+        within = [cut(row, limit, self._form.over_length).mask.sum() for row in found]
+        loss_tokens = np.array(within, dtype=np.int32)
         return tokens, loss_tokens
 
     def _tokenise(self, indices: Sequence[int], answers: Sequence[int]) -> list[TokenRow]:

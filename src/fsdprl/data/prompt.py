@@ -21,5 +21,7 @@ class Prompt:
     """The row's reference answer, None without --answer-key."""
     meta: dict[str, Any] = field(default_factory=dict)
     """The row's columns apart from the prompt, all of plain types."""
+    rewards: list[str] | None = None
+    """Names of the rewards that count for it; None for all."""
     index: int = 0
     """Ordinal of the row in the dataset, filters not counted."""

@@ -154,9 +154,18 @@ class RowTokens:
         return bare if bare.endswith(tuple(self.tokenizer.all_special_tokens)) else turn
 
 
+def cut(row: TokenRow, limit: int, policy: str) -> TokenRow:
+    """The row's first `limit` tokens; its last ones if the policy is `truncate_left`."""
+    if policy != "truncate_left" or len(row.ids) <= limit:
+        return TokenRow(row.ids[:limit], row.mask[:limit], row.meta)
+    mask = row.mask[-limit:].copy()
+    mask[:1] = False  # it has lost what it is to be predicted from
+    return TokenRow(row.ids[-limit:], mask, row.meta)
+
+
 def too_long(tokens: Sequence[Any] | np.ndarray, limit: int) -> str:
     """How errors say that a row is too long."""
     return (
         f"{len(tokens)} tokens, more than --max-length {limit}: raise it, or choose "
-        f"--over-length drop or truncate"
+        f"--over-length drop, truncate or truncate_left"
     )

@@ -10,14 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from fsdprl.data import order
 from fsdprl.data.csv_rows import CsvRows
 from fsdprl.data.json_rows import JsonLines, open_json
+from fsdprl.data.mixture import Mixture, read_sets
+from fsdprl.data.text_rows import TextRows
 from fsdprl.errors import UserError
 
 JSON_LINES = (".jsonl", ".ndjson")
 SEPARATED = (".csv", ".tsv")
 TABLES = (".parquet", ".arrow")
-EXTENSIONS = (".json", *JSON_LINES, *SEPARATED, *TABLES)
+TEXTS = (".txt",)
+EXTENSIONS = (".json", *JSON_LINES, *SEPARATED, *TABLES, *TEXTS)
 
 
 class Rows(Protocol):
@@ -31,16 +37,23 @@ class Rows(Protocol):
 
 
 def open_rows(path: str, *, flag: str = "--data") -> Rows:
-    """The rows of a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, of all files of a folder's
-    most frequent such kind in name order, of a folder made by `save_to_disk`, or of a hub dataset.
+    """The rows of a .jsonl, .json, .csv, .tsv, .parquet, .arrow or .txt file, of all files of a folder's
+    most frequent such kind in name order, of a folder made by `save_to_disk`, of a hub dataset, or of the sets that
+    a .toml file lists (mixture.py).
 
-    A hub name is `owner/name`, `owner/name:config` or either with `@split` (default train).
-    Parquet, arrow and hub datasets are read by `datasets`, which caches what it converts.
-    Raises UserError naming `flag` and the path if there is nothing to read.
+    A hub name is `owner/name`, `owner/name:config` or either with `@split` (default train). `#n` at the end takes n
+    rows, drawn by a fixed seed, in the order of the file. Parquet, arrow and hub datasets are read by `datasets`,
+    which caches what it converts. Raises UserError naming `flag` and the path if there is nothing to read.
     """
+    path, some = subset_of(path)
+    if some is not None:
+        return Subset(open_rows(path, flag=flag), some, f"{flag} {path}")
     place = Path(path).expanduser()
-    if place.is_file():
-        rows: Rows = _open_file(place, flag)
+    if place.is_file() and place.suffix.lower() == ".toml":
+        sets = read_sets(place, flag)
+        rows: Rows = Mixture([open_rows(one.path, flag=flag) for one in sets], sets)
+    elif place.is_file():
+        rows = _open_file(place, flag)
     elif (place / "dataset_info.json").is_file() or (place / "dataset_dict.json").is_file():
         rows = _saved(place, flag)
     elif place.is_dir():
@@ -58,10 +71,13 @@ def fingerprint(path: str) -> str:
     Up to 64 MiB every byte counts; of a larger file 64 blocks of 1 MiB, evenly spread. A hub name
     is its own fingerprint.
     """
-    place = Path(path).expanduser()
+    place = Path(subset_of(path)[0]).expanduser()
     if not place.exists():
         return path
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(path.rpartition("#")[2].encode(), digest_size=16)
+    if place.is_file() and place.suffix.lower() == ".toml":
+        for one in read_sets(place, "--data"):
+            digest.update(fingerprint(one.path).encode())
     for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
         if file.is_file():
             size = file.stat().st_size
@@ -72,6 +88,14 @@ def fingerprint(path: str) -> str:
                     opened.seek(start)
                     digest.update(opened.read(1 << 20))
     return digest.hexdigest()
+
+
+def subset_of(path: str) -> tuple[str, int | None]:
+    """(`PATH`, n) of `PATH#n`; (`PATH`, None) without a number behind it."""
+    name, mark, count = path.rpartition("#")
+    if not mark or not count.isdigit() or Path(path).expanduser().exists():
+        return path, None
+    return name, int(count)
 
 
 def field(row: dict[str, Any], key: str, where: str, flag: str) -> Any:
@@ -103,6 +127,25 @@ class Table:
 
     def where(self, index: int) -> str:
         return f"{self._source} row {index + 1}"
+
+
+class Subset:
+    """n rows of others, drawn by a fixed seed, in their order. UserError where there are fewer."""
+
+    def __init__(self, rows: Rows, count: int, what: str) -> None:
+        if not 0 < count <= len(rows):
+            raise UserError(f"{what}#{count}: it has {len(rows)} rows")
+        self._rows = rows
+        self._taken = np.sort(order.permutation(len(rows), 0, 0)[:count])
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[int(self._taken[index])]
+
+    def where(self, index: int) -> str:
+        return self._rows.where(int(self._taken[index]))
 
 
 class Joined:
@@ -140,6 +183,8 @@ def _open_file(path: Path, flag: str) -> Rows:
         return open_json(path)
     if kind in SEPARATED:
         return CsvRows(path)
+    if kind in TEXTS:
+        return TextRows(path)
     if kind not in TABLES:
         raise UserError(f"{flag} {path}: unknown kind of file; known are {', '.join(EXTENSIONS)}")
 
