@@ -24,6 +24,8 @@ from fsdprl.sample import Sample
 
 CHUNK = 64
 """Most samples sent to a process at once."""
+PAUSE_S = 0.001
+"""Rest after hearing from processes: quick rewards then come in by the dozen, not one by one."""
 
 _outcome = msgspec.msgpack.Decoder(Outcome)
 
@@ -138,6 +140,8 @@ class Grader:
                     if child.work and child not in ready and now >= child.deadline:
                         self._lose(child, batch, overdue=True)
                 progress()
+                if ready:
+                    time.sleep(PAUSE_S)
 
     def _assign(self, batch: "_Batch") -> None:
         """Give every idle process a chunk; start processes up to the number that have work."""
@@ -338,6 +342,8 @@ class _Batch:
 
 def _watch(selector: selectors.BaseSelector, busy: Sequence[Child]) -> None:
     """Keep exactly the busy processes registered."""
+    if [key.data for key in selector.get_map().values()] == busy:
+        return
     for key in list(selector.get_map().values()):
         if key.data not in busy:
             selector.unregister(key.fileobj)

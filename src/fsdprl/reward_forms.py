@@ -13,7 +13,7 @@ Each may be `async`. A class is made once a process, without arguments or with t
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from fsdprl.sample import Sample
 Form = Literal["sample", "group", "batch", "verl"]
 
 
+@functools.lru_cache(64)  # signatures take longer to read than quick rewards take to run
 def form_of(fn: Callable[..., Any]) -> Form:
     """Which of the forms a function, a callable object or a class has."""
     names = parameters(fn)
@@ -33,7 +34,8 @@ def form_of(fn: Callable[..., Any]) -> Form:
     return "verl" if {"solution_str", "ground_truth"} <= set(names) else "sample"
 
 
-def parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+@functools.lru_cache(64)
+def parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Parameters that a call must fill: of a class those of its `__call__`; what is bound is left out."""
     bare, bound = _bare(fn)
     if inspect.isclass(bare):

@@ -1,11 +1,10 @@
 """Worker verbs over resident rows: grade, transform, reduce, trade, show, free."""
 
-import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -94,10 +93,17 @@ def free(worker: Worker, *, spans: list[tuple[int, int]]) -> None:
     worker.store.free(spans)
 
 
-def samples_of(worker: Worker, row_ids: Sequence[int], *, tokens: bool = False) -> list[Sample]:
+def samples_of(
+    worker: Worker,
+    row_ids: Sequence[int],
+    *,
+    tokens: bool = False,
+    step: int = 0,
+    groups: Sequence[int] | None = None,
+) -> list[Sample]:
     """The rows as reward functions see them. Text is decoded from the engine's own token ids.
 
-    tokens: whether the responses' token ids come along.
+    tokens: whether the responses' token ids come along. groups: of each row, for rewards over groups.
     """
     tokenizer = worker.state["tokenizer"]
     rows = worker.store.select(row_ids)
@@ -105,6 +111,7 @@ def samples_of(worker: Worker, row_ids: Sequence[int], *, tokens: bool = False) 
         return []  # some tokenizers decode no rows to one empty text
     ids = [row.ids[row.info["prompt_length"] :].tolist() for row in rows]
     responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    numbers = groups if groups is not None else [-1] * len(rows)
     return [
         Sample(
             prompt=row.info["prompt"],
@@ -118,8 +125,12 @@ def samples_of(worker: Worker, row_ids: Sequence[int], *, tokens: bool = False) 
             ids=answer if tokens else [],
             max_new_tokens=row.info.get("max_new_tokens", 0),
             turns=row.info.get("turns"),
+            step=step,
+            group=group,
         )
-        for row_id, row, response, answer in zip(row_ids, rows, responses, ids, strict=True)
+        for row_id, row, response, answer, group in zip(
+            row_ids, rows, responses, ids, numbers, strict=True
+        )
     ]
 
 
@@ -144,11 +155,8 @@ def grade(
         if worker.grader is not None:
             worker.grader.close()
         worker.grader, worker.state["reward_options"] = Grader(wanted, debug=worker.debug), wanted
-    samples = samples_of(worker, rows.tolist(), tokens=True)
-    numbers = [-1] * len(samples) if groups is None else groups.tolist()
-    samples = [
-        dataclasses.replace(s, step=step, group=g) for s, g in zip(samples, numbers, strict=True)
-    ]
+    numbers = None if groups is None else groups.tolist()
+    samples = samples_of(worker, rows.tolist(), tokens=True, step=step, groups=numbers)
     counts = [worker.store.rows[sample.row].info.get("rewards") for sample in samples]
     wanted_here = [i for i, listed in enumerate(counts) if not (name and listed) or name in listed]
     some = [samples[index] for index in wanted_here]
@@ -176,9 +184,9 @@ def write_completions(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: values.tolist() for name, values in samples.items()}
-    with (folder / f"rank-{worker.world.rank:05d}.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / f"rank-{worker.world.rank:05d}.jsonl").open("ab") as file:
         for i, sample in enumerate(samples_of(worker, rows.tolist())):
-            line = {
+            line: dict[str, Any] = {
                 "step": step,
                 "prompt": sample.prompt,
                 "response": sample.response,
@@ -186,9 +194,9 @@ def write_completions(
             }
             if sample.turns:
                 line["turns"] = sample.turns
-            # NaN is no JSON: a reward that does not apply is null
-            line |= {name: v[i] if v[i] == v[i] else None for name, v in columns.items()}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            line |= {name: values[i] for name, values in columns.items()}
+            # a reward that does not apply is NaN, which becomes null
+            file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
 
 
 VERBS: dict[str, Callable[..., Any]] = {
