@@ -30,7 +30,7 @@ def mesh() -> Any:
 def load(path: Any, *, dtype: str = "float32", seed: int = 0, **rest: Any) -> PackedModel:
     """load_model on one rank; `kind` and `trainable` go to it, other keywords are its options."""
     own = {name: rest.pop(name) for name in ("kind", "trainable") if name in rest}
-    options = ShardingOptions(**rest)
+    options = ShardingOptions(**{"min_num_params": 0} | rest)  # each layer a unit, small as it is
     return load_model(path, options=options, mesh=mesh(), device=CPU, dtype=dtype, seed=seed, **own)
 
 

@@ -20,6 +20,9 @@ class ShardingOptions:
     """torch.compile each transformer layer."""
     reshard_after_forward: bool = True
     """Free gathered layer weights after forward (ZeRO-3); off keeps them until backward (ZeRO-2)."""
+    min_num_params: int = 1_000_000
+    """Parameters of all layers together from which each is sharded on its own; a smaller model is one
+    FSDP unit, because its collectives would take longer to start than to run."""
     head_chunk_tokens: int = 1024
     """Tokens per chunk of the LM head: bounds the logits in memory to chunk x vocabulary."""
 

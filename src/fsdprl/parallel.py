@@ -29,10 +29,11 @@ def parallelize(
     """Shard `model` (with the transformers model as `.hf`) over `mesh`, in place.
 
     Parameters may still be on the meta device. Each decoder layer is one FSDP unit; embeddings,
-    final norm and head belong to the root. In half precision the shards keep their own type
-    (float32 masters), are cast when gathered, and gradients are reduced in float32. Gradients are
-    summed over ranks, never averaged: the loss carries its normalisation. Parameter names do not
-    change. Raises UserError naming the architecture if it has no decoder layers to shard.
+    final norm and head belong to the root, and so do the layers of a model below `min_num_params`.
+    In half precision the shards keep their own type (float32 masters), are cast when gathered, and
+    gradients are reduced in float32. Gradients are summed over ranks, never averaged: the loss
+    carries its normalisation. Parameter names do not change. Raises UserError naming the
+    architecture if it has no decoder layers to shard.
     """
     layers = decoder_layers(model.hf)  # type: ignore[arg-type]
     for layer in layers:
@@ -45,7 +46,8 @@ def parallelize(
     policy = MixedPrecisionPolicy()
     if compute_dtype in HALF:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
+    small = sum(p.numel() for layer in layers for p in layer.parameters()) < options.min_num_params
+    for layer in () if small else layers:
         fully_shard(
             layer, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward
         )

@@ -79,7 +79,8 @@ PAIR_LOSSES = (
 def main(cfg: Config) -> None:
     form = rl.ExampleFormat(path=cfg.data, tokenizer_path=cfg.model, max_length=512)
     examples = rl.Examples(form).measure()
-    model = {"dtype": cfg.dtype, "optimizer": {"kind": "sgd"}}
+    sharding = rl.ShardingOptions(min_num_params=0)
+    model = {"dtype": cfg.dtype, "sharding": sharding, "optimizer": {"kind": "sgd"}}
     policy = rl.Policy(cfg.model, **model)
     critic = rl.Critic(cfg.model, **model, seed=3)
     policy.save(Path(cfg.out) / "policy")

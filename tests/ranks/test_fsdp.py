@@ -23,9 +23,10 @@ SOURCES = {
     "single": "qwen3_moe",
     "half": "qwen3",
     "replicas": "qwen2_tied",
+    "small": "qwen2_tied",
 }
 RUNS = {
-    2: ("plain", "recomputed", "value", "single", "half", "replicas"),
+    2: ("plain", "recomputed", "value", "single", "half", "replicas", "small"),
     3: ("plain", "single"),
     4: ("replicas",),
 }
@@ -42,7 +43,7 @@ def alone(case):
     import fsdp_ranks
 
     solo.mesh()
-    case = "recomputed" if case == "replicas" else case
+    case = "recomputed" if case in ("replicas", "small") else case
     return fsdp_ranks.run(case, tiny.checkpoint(SOURCES[case]), World())
 
 
