@@ -133,7 +133,7 @@ def main(cfg: Config) -> None:
             pool.add(batch[keep_P.repeat_interleave(G)])
         policy.logprobs(pool.fresh(), out="logp_old")  # now: what is left over ages by a step
         batch = pool.take(P, short=cfg.when_short)
-        run.log(pool.metrics())
+        run.log(pool.metrics() | rl.mismatch(batch))
 
         batch.rebalance(K, seed=cfg.seed + step)
         lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))

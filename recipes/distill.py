@@ -115,7 +115,7 @@ def main(cfg: Config) -> None:
         run.record(batch)
 
         batch.rebalance(K, seed=cfg.seed + step)
-        run.log({"actor/reverse_kl": compare(policy, teacher, batch)})
+        run.log({"actor/reverse_kl": compare(policy, teacher, batch)} | rl.mismatch(batch))
         lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
         for minibatch in batch.minibatches(K, seed=cfg.seed + step):
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens

@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 8 recipes/grpo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer
 
-Group-relative advantages: Shao et al. 2024 (DeepSeekMath). Separate clip bounds and the mean over tokens: Yu et al.
-2025 (DAPO). Every rank runs this file; rank 0 also runs `main` and sees samples, the ranks see tokens.
+Shao et al. 2024 (DeepSeekMath); separate clip bounds and the mean over tokens from Yu et al. 2025 (DAPO).
 
 Shapes: P prompts, G answers per prompt, N = P * G samples; S response tokens packed on a rank.
 """
@@ -50,9 +49,8 @@ class Config:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
-    dtype: rl.DType | None = (
-        None  # of the computation; none: bfloat16 on accelerators, float32 on CPU
-    )
+    dtype: rl.DType | None = None  # of the computation; none: bfloat16, on CPU float32
+    correction: rl.CorrectionOptions = field(default_factory=rl.CorrectionOptions)
     sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
     engine: rl.EngineOptions = field(default_factory=rl.EngineOptions)
     reward: rl.RewardOptions = field(default_factory=rl.RewardOptions)
@@ -62,16 +60,17 @@ class Config:
 # ---- on the workers: pure functions, sent by name; positional parameters name columns, all [S]
 
 
-def surrogate(logp, logp_old, advantage, *, clip_low: float, clip_high: float):
-    """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logp - logp_old), not reduced."""
+def surrogate(logp, logp_old, advantage, is_weight, *, clip_low: float, clip_high: float):
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logp - logp_old), times is_weight."""
     ratio = (logp - logp_old).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -(ratio * advantage).minimum(clipped * advantage)
     binds = (clipped * advantage < ratio * advantage).to(loss.dtype)
-    return loss, {"pg_loss": loss, "pg_clipfrac": binds, "ppo_kl": logp_old - logp}
+    metrics = {"pg_loss": loss, "pg_clipfrac": binds, "ppo_kl": logp_old - logp}
+    return rl.losses.reweigh((loss, metrics), is_weight)
 
 
-# ---- on the controller: the algorithm
+# ---- on the controller: every rank runs this file, rank 0 also `main`; it sees samples, ranks see tokens
 
 
 def main(cfg: Config) -> None:
@@ -135,6 +134,7 @@ def main(cfg: Config) -> None:
         # Learn. Token columns stay put; ranks trade whole rows once, so that every minibatch is even.
         batch.rebalance(K, seed=cfg.seed + step)
         policy.logprobs(batch, out="logp_old")
+        run.log(rl.correct(batch, cfg.correction))
         if reference:
             reference.logprobs(batch, out="logp_ref")
         lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))

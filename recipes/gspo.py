@@ -124,6 +124,7 @@ def main(cfg: Config) -> None:
         # Learn. Token columns stay put; ranks trade whole rows once, so that every minibatch is even.
         batch.rebalance(K, seed=cfg.seed + step)
         policy.logprobs(batch, out="logp_old")
+        run.log(rl.mismatch(batch))
         if reference:
             reference.logprobs(batch, out="logp_ref")
         lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))

@@ -129,6 +129,7 @@ def main(cfg: Config) -> None:
         # The score lands on an answer's last token, a KL in the reward on every token.
         batch.rebalance(K, seed=cfg.seed + step)
         policy.logprobs(batch, out="logp_old")
+        run.log(rl.mismatch(batch))
         critic.values(batch, out="value_old")
         losses, token_reward = [surrogate, *bonus], rl.advantages.last_token_reward
         if reference:

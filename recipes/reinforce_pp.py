@@ -121,6 +121,7 @@ def main(cfg: Config) -> None:
             batch["reward"] = rl.advantages.group_centered(batch["reward"], batch["group"])
         batch.rebalance(K, seed=cfg.seed + step)
         policy.logprobs(batch, out="logp_old")
+        run.log(rl.mismatch(batch))
         reward = rl.advantages.last_token_reward
         if reference:
             reference.logprobs(batch, out="logp_ref")

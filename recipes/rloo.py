@@ -116,6 +116,7 @@ def main(cfg: Config) -> None:
         # The KL belongs to the reward, so log-probs come first.
         batch.rebalance(K, seed=cfg.seed + step)
         policy.logprobs(batch, out="logp_old")
+        run.log(rl.mismatch(batch))
         if reference:
             reference.logprobs(batch, out="logp_ref")
             batch.apply(rl.kl.log_ratio, out="log_ratio")

@@ -11,6 +11,7 @@ from fsdprl import controller as controller_module
 from fsdprl.batch import Batch, Lease
 from fsdprl.controller import Timeline
 from fsdprl.exchange import decode_rows, encode_rows
+from fsdprl.phases import Phases
 from fsdprl.rows import VERBS
 from fsdprl.store import Row, Store
 
@@ -22,6 +23,7 @@ class FakeController:
         self.world_size = ranks
         self.step = 0
         self.timeline = Timeline()
+        self.phases = Phases(self)  # type: ignore[arg-type]
         self.workers = [
             SimpleNamespace(
                 store=Store(),
@@ -33,7 +35,7 @@ class FakeController:
             )
             for rank in range(ranks)
         ]
-        self.verbs: dict[str, Any] = dict(VERBS)
+        self.verbs: dict[str, Any] = {**VERBS, "memory.move": lambda worker, **_: {"peak_bytes": 0}}
         self.called: list[str] = []
 
     def call(self, verb: str, payload: dict | Sequence[dict], **_: Any) -> Any:

@@ -172,7 +172,11 @@ class Undrawn:
 
 def without_times(path: Path) -> list[dict[str, Any]]:
     return [
-        {k: v for k, v in row.items() if not k.startswith("timing/") and not k.endswith("_tps")}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("timing/", "memory/")) and not k.endswith("_tps")
+        }
         for row in read_lines(path / "metrics.jsonl")
     ]
 

@@ -99,7 +99,6 @@ def test_off_policy_sequence_mask():
 def test_mismatch_columns():
     columns = mismatch(OLD, SAMPLER)
     assert columns["mismatch_kl"].tolist() == pytest.approx(K["k1"])
-    assert columns["mismatch_k3"].tolist() == pytest.approx(K["k3"])
     assert columns["mismatch_rho"].tolist() == pytest.approx(list(RHO))
     assert columns["mismatch_gap"].tolist() == pytest.approx([abs(x) for x in K["k1"]])
 

@@ -107,7 +107,7 @@ def test_every_option_reaches_vllm_under_its_own_name():
     assert {name: arguments[name] for name in given} == given
     assert arguments["block_size"] == 16
     # the rest is decided where the engine is built
-    ours = {"kind", "bucket_mb", "extra", "dtype", "max_model_len"}
+    ours = {"kind", "bucket_mb", "extra", "dtype", "max_model_len", "sleep_level"}
     assert set(given) | ours == {field.name for field in fields(EngineOptions)}
     assert set(given) | {"dtype", "max_model_len"} == set(NAMED)
 
@@ -115,7 +115,8 @@ def test_every_option_reaches_vllm_under_its_own_name():
 def test_vllms_defaults_where_the_options_say_nothing():
     on_cuda = engine_arguments(EngineOptions(), CUDA, 64)
     assert on_cuda["gpu_memory_utilization"] == 0.5
-    assert on_cuda["enforce_eager"] is False and on_cuda["enable_sleep_mode"] is True
+    assert on_cuda["enforce_eager"] is False and on_cuda["enable_sleep_mode"] is False
+    assert engine_arguments(EngineOptions(sleep_level=1), CUDA, 64)["enable_sleep_mode"] is True
     assert "kv_cache_memory_bytes" not in on_cuda and "enable_prefix_caching" not in on_cuda
     on_cpu = engine_arguments(EngineOptions(), CPU, 5000)
     assert on_cpu["kv_cache_memory_bytes"] == 1 << 30  # else half of the host's memory

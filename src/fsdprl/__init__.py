@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fsdprl import schedules as schedules
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
+    from fsdprl.correcting import correct as correct
+    from fsdprl.correcting import mismatch as mismatch
     from fsdprl.data.chat import PromptFormat as PromptFormat
     from fsdprl.data.chat import load_tokenizer as load_tokenizer
     from fsdprl.data.example_rows import ExampleFormat as ExampleFormat
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from fsdprl.errors import UserError as UserError
     from fsdprl.examples import Examples as Examples
     from fsdprl.launch import launch as launch
+    from fsdprl.options import CorrectionOptions as CorrectionOptions
     from fsdprl.options import DType as DType
     from fsdprl.options import EngineOptions as EngineOptions
     from fsdprl.options import RewardOptions as RewardOptions
@@ -56,6 +59,9 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, str] = {
     "Batch": "batch",
+    "correct": "correcting",
+    "mismatch": "correcting",
+    "CorrectionOptions": "options",
     "RemoteError": "errors",
     "UserError": "errors",
     "PromptFormat": "data.chat",

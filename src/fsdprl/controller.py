@@ -14,6 +14,7 @@ import zmq
 
 from fsdprl.config import Flags
 from fsdprl.errors import UserError
+from fsdprl.phases import Phases
 from fsdprl.watch import Job, Watch
 from fsdprl.wire import Wire, decode, encode
 from fsdprl.world import World
@@ -58,6 +59,11 @@ class Timeline:
         """Add to a counter."""
         with self._lock:
             self._counts[name] = self._counts.get(name, 0.0) + amount
+
+    def most(self, name: str, amount: float) -> None:
+        """Raise a counter to `amount` if it is lower."""
+        with self._lock:
+            self._counts[name] = max(self._counts.get(name, amount), amount)
 
     def drain(self) -> tuple[list[Span], dict[str, float]]:
         """All spans and counters since the last drain, in the order they ended."""
@@ -110,6 +116,7 @@ class Controller:
         self.flags, self.config, self.recipe = flags or Flags(), config or {}, recipe
         self.stall_s = stall_s
         self.timeline = Timeline()
+        self.phases = Phases(self)
         self.device_type = "cpu"
         """The ranks' kind of device, known once they have started."""
         self.step = 0

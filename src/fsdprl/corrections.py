@@ -133,6 +133,16 @@ def divergence_mask(
     return (estimate <= threshold).to(log_rho)
 
 
+def ones(logp_old: Tensor) -> Tensor:
+    """No correction."""
+    return torch.ones_like(logp_old)
+
+
+def masked(is_weight: Tensor) -> Tensor:
+    """1 where a weight takes the token out of the loss, else 0."""
+    return (is_weight == 0).to(is_weight)
+
+
 # ---- masks of the policy being trained: called inside a loss -----------------------------------
 
 
@@ -165,17 +175,15 @@ def off_policy_sequence_mask(
 
 
 def mismatch(logp_old: Tensor, logp_sampler: Tensor) -> dict[str, Tensor]:
-    """Token columns to reduce over the batch and log, each [S].
+    """Token columns to reduce over the batch and log, each [S]. See correcting.mismatch.
 
-    mismatch_kl: logp_sampler - logp_old, whose mean estimates KL(sampler || trainer);
-    mismatch_k3: the same with low variance; mismatch_rho: mean 1 if the two agree, and
-    sum^2 / sum of squares is the effective number of tokens; mismatch_gap: |logp_old - logp_sampler|.
+    mismatch_kl: logp_sampler - logp_old, whose mean estimates KL(sampler || trainer).
+    mismatch_rho: mean 1 if the two agree; sum^2 / sum of squares is the effective number of tokens.
+    mismatch_gap: |logp_old - logp_sampler|.
     """
     log_rho = _log_rho(logp_old, logp_sampler)
-    rho = _exp(log_rho)
     return {
         "mismatch_kl": -log_rho,
-        "mismatch_k3": rho - 1 - log_rho,
-        "mismatch_rho": rho,
+        "mismatch_rho": _exp(log_rho),
         "mismatch_gap": log_rho.abs(),
     }

@@ -25,6 +25,12 @@ class ShardingOptions:
     FSDP unit, because its collectives would take longer to start than to run."""
     head_chunk_tokens: int = 1024
     """Tokens per chunk of the LM head: bounds the logits in memory to chunk x vocabulary."""
+    offload_model: bool = False
+    """Keep weights in host memory while the engine samples, frozen models' outside of their pass."""
+    offload_optimizer: bool = False
+    """Keep optimizer states in host memory from the rollout until the first optimizer step."""
+    gc_after_offload: bool = False
+    """Run Python's garbage collector after each offload."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,35 @@ class EngineOptions:
     """vllm: neither compile nor capture graphs (None: compile on an accelerator, not on CPU)."""
     enable_prefix_caching: bool | None = None
     """vllm: compute a prompt's beginning once (None: vllm's default)."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """While models train: 0 keeps the engine's memory, 1 drops its cache and parks its weights on the
+    host, 2 drops both and pulls anew. On CPU nothing is given back."""
     extra: tuple[str, ...] = ()
     """vllm: further engine arguments as NAME=VALUE, values in JSON: cpu_offload_gb=4."""
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Token weights against the gap between trainer and engine, rho = p_trainer / p_engine."""
+
+    kind: Literal[
+        "none",
+        "tis",
+        "icepop",
+        "sequence_tis",
+        "sequence_mask",
+        "geometric_mask",
+        "geometric_mask_tis",
+    ] = "none"
+    """tis: min(rho, cap) a token. icepop: rho inside [low, high], else 0. sequence_tis, sequence_mask:
+    the product of rho over a row, truncated at cap or 0 beyond it. geometric_mask: rows whose geometric
+    mean lies in [low, high]; _tis: times tis."""
+    low: float | None = None
+    """Lower bound of a band (None: 0.5 for icepop, 0.99 for geometric masks)."""
+    high: float | None = None
+    """Upper bound of a band (None: 5 for icepop, 1.01 for geometric masks)."""
+    cap: float | None = None
+    """Largest weight (None: 2, or 3 for sequence_mask)."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ class Network:
             "seed": seed,
             "optimizer": (optimizer or {}) if self.trained else None,
         }
+        controller.phases.train()
         built = controller.call("model.build", payload, phase="load").wait()
+        controller.phases.add(name, trained=self.trained, sharding=self.sharding)
         self.parameters: int = built[0]["parameters"]
 
     def run(self, batch: Batch, out: dict[str, str]) -> Tensor | None:
@@ -84,16 +86,19 @@ class Network:
             }
             for where, plan in zip(positions, plans, strict=True)
         ]
+        current().phases.train(self.name)
         replies = current().call("model.forward", payload, phase=self.phase).wait()
         batch.token_columns |= set(out.values())
         return batch.gather(positions, replies) if replies[0] is not None else None
 
     def save(self, folder: Path | str) -> None:
         """Write a Hugging Face checkpoint, in the source's dtype, and the trainer state in its trainer/ folder."""
+        current().phases.train(self.name, optimizer=self.trained)
         current().call("model.save", {"model": self.name, "out": str(folder)}, phase="save").wait()
 
     def load(self, folder: Path | str) -> None:
         """Restore what save wrote."""
+        current().phases.train(self.name, optimizer=self.trained, changes=True)
         current().call("model.load", {"model": self.name, "path": str(folder)}, phase="load").wait()
 
 
@@ -149,6 +154,7 @@ class Trained(Network):
             }
             for where, plan in zip(positions, plans, strict=True)
         ]
+        current().phases.train(self.name)
         return current().call("model.forward_backward", payload, phase=phase).wait()
 
     @staticmethod
@@ -179,6 +185,7 @@ class Trained(Network):
             "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm,
         }
+        current().phases.train(self.name, optimizer=True, changes=True)
         stepped = current().call("model.optim_step", payload, phase=self.update_phase).wait()[0]
         return {
             f"{self.metrics_prefix}/grad_norm": stepped["grad_norm"],
@@ -214,6 +221,7 @@ class Reference(Network):
     def follow(self, policy: Policy, share: float = 1.0) -> None:
         """weights = share * the policy's + (1 - share) * its own. Track it with the run if you do."""
         payload = {"model": self.name, "source": policy.name, "share": share}
+        current().phases.train(self.name, policy.name, changes=True)
         current().call("model.blend", payload, phase="update").wait()
 
 

@@ -173,6 +173,7 @@ class Run:
         every, done = self.options.save_every, self.step + 1
         due = self.owed or self.stopping or done == plan.steps or (every > 0 and done % every == 0)
         part = self._write_checkpoint(done) if due else None
+        self.controller.phases.note_peak()
         written = self._write_metrics(sync=part is not None)
         self.owed = due and not (written and self._commit(part, done))
 

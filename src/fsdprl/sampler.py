@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -57,6 +58,7 @@ class Sampler:
         """
         controller = current()
         self.policy, self.seed, self.version = policy, seed, -1
+        self.pulled = policy.name
         self.calls: tuple[int, dict[str, int]] = (-1, {})
         self.sampling = {
             "max_new_tokens": torch.tensor(
@@ -69,6 +71,7 @@ class Sampler:
             "repetition_penalty": repetition_penalty,
             "stop": list(stop),
         }
+        warn_of_filters(self.sampling)
         options = engine or EngineOptions()
         device = device_type() if controller.flags.dry_run else controller.device_type
         self.kind = choose_engine(options, device, controller.world_size)
@@ -87,12 +90,19 @@ class Sampler:
             "seed": seed,
             "chat_template": chat_template,
         }
-        controller.call("engine.build", payload, phase="engine").wait()
+        controller.phases.build_engine(
+            options.sleep_level,
+            lambda: controller.call("engine.build", payload, phase="engine").wait(),
+        )
 
     def pull(self, policy: Policy | None = None) -> None:
         """Stream the policy's weights into every engine, which confirms version and checksums."""
         self.version += 1
-        payload = {"model": (policy or self.policy).name, "version": self.version}
+        self.pulled = (policy or self.policy).name
+        current().phases.pull(self.pulled, self._stream)
+
+    def _stream(self) -> None:
+        payload = {"model": self.pulled, "version": self.version}
         current().call("engine.pull", payload, phase="resharding_to_infer").wait()
 
     def generate(
@@ -134,6 +144,7 @@ class Sampler:
                     "version": self.version,
                 }
             )
+        controller.phases.generate(self._stream)
         replies = controller.call("engine.generate", payload, phase=phase).wait()
         length = torch.cat([reply["length"] for reply in replies])
         prompt_length = lengths.repeat_interleave(n)
@@ -172,6 +183,23 @@ class Sampler:
             sample_seed(self.seed, step, ordinal, p.index, i) for p in prompts for i in range(n)
         ]
         return torch.tensor(seeds, dtype=torch.int64)
+
+
+OFF = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,)}
+"""Values of what changes the distribution that answers are drawn from, at which it does not."""
+
+
+def warn_of_filters(sampling: dict[str, Any]) -> None:
+    """Say that the trainer's log-probs, which respect the temperature, do not know of filters."""
+    on = [f"{name} {sampling[name]}" for name, off in OFF.items() if sampling[name] not in off]
+    if on:
+        print(
+            f"fsdprl: {', '.join(on)}: answers are drawn from a part of the distribution, but trained in "
+            f"the whole: no mask of the vocabulary is kept for the trainer. rollout/kl and "
+            f"importance weights include that difference; filter in evaluation only, with "
+            f"sampler.generate(..., phase='eval', top_p=...)",
+            file=sys.stderr,
+        )
 
 
 def info_of(prompt: Prompt) -> dict[str, Any]:

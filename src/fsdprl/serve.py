@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdprl import blending, feeding, learn, profiling, rollout, row_files, rows, worker
+from fsdprl import blending, feeding, learn, moving, profiling, rollout, row_files, rows, worker
 from fsdprl.liveness import Lifeline
 from fsdprl.wire import Line, decode, encode
 from fsdprl.worker import Worker
@@ -18,6 +18,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     **blending.VERBS,
     **rollout.VERBS,
     **feeding.VERBS,
+    **moving.VERBS,
     **profiling.VERBS,
 }
 

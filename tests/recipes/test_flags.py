@@ -177,6 +177,7 @@ CHANGED: dict[str, Any] = {
     "rejected_key": "worse",
 }
 OWN: dict[str, dict[str, Any]] = {
+    "grpo": {"correction": rl.CorrectionOptions(kind="tis", cap=0.5)},
     "gspo": {"clip_low": 1e-5, "clip_high": 1e-5},
     "cispo": {"ratio_low": 0.99, "ratio_high": 1.01},
     "rloo": {"minibatches": (3, {}), "clip_low": (0.02, {"minibatches": 3}), "clip_high": (0.02, {"minibatches": 3})},

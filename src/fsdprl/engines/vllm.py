@@ -295,7 +295,7 @@ def engine_arguments(
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,  # counts preemptions
-        "enable_sleep_mode": not on_cpu,
+        "enable_sleep_mode": not on_cpu and options.sleep_level > 0,  # an allocator of its own
         **(whole_prompts(max_model_len) if on_cpu else {}),
         **{name: value for name, value in given.items() if value is not None},
         **extra_arguments(options),
