@@ -131,7 +131,7 @@ def pair_scores(
 ) -> tuple[Scores, dict[str, Tensor]]:
     """Scores of each pair, and the metrics of this module's docstring, all [P]."""
     count = segment_count(segment, pairs.rows)
-    share = _length_desensitized(segment, count, pairs, ld_alpha).to(logp)
+    share = _length_desensitized(logp, segment, count, pairs, ld_alpha)
     policy = segment_sum(share * logp, segment, pairs.rows)
     ratio = policy - segment_sum(share * logp_ref, segment, pairs.rows)
     score = _f_score(ratio, divergence, f_alpha)
@@ -212,11 +212,13 @@ def _metrics(chosen_reward: Tensor, reject_reward: Tensor, **more: Tensor) -> di
     return {name: values.detach() for name, values in shown.items()}
 
 
-def _length_desensitized(segment: Tensor, count: Tensor, pairs: Pairs, ld_alpha: float) -> Tensor:
+def _length_desensitized(
+    logp: Tensor, segment: Tensor, count: Tensor, pairs: Pairs, ld_alpha: float
+) -> Tensor:
     """Factor of each token: 1 up to the length of its pair's shorter completion, ld_alpha after."""
     shared = pairs.spread(torch.minimum(count[pairs.chosen], count[pairs.rejected]))
     beyond = segment_position(segment) >= shared[segment]
-    return torch.where(beyond, ld_alpha, 1.0)
+    return torch.ones_like(logp).masked_fill(beyond, ld_alpha)  # in logp's precision
 
 
 def _f_score(log_ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
