@@ -10,11 +10,20 @@ import torch
 
 from fsdprl.controller import Span
 from fsdprl.errors import UserError
-from fsdprl.metrics import StepMetrics, covered, jsonable, throughput, timings
+from fsdprl.metrics import StepMetrics, counted, covered, jsonable, throughput, timings
 from fsdprl.plan import Plan
 from fsdprl.records import JsonLines, Patience, cut_back, read_lines, write_atomic
 
 # ---- metrics
+
+
+def test_counters_become_metrics_and_a_hit_rate():
+    counts = {"wire.sent": 7.0, "rollout/prompt_tokens": 80.0, "rollout/cached_prompt_tokens": 60.0}
+    assert counted(counts) == {
+        "wire/sent": 7.0, "rollout/prompt_tokens": 80.0, "rollout/cached_prompt_tokens": 60.0,
+        "rollout/cache_hit_rate": 0.75,
+    }  # fmt: skip
+    assert counted({"rollout/prompt_tokens": 0.0}) == {"rollout/prompt_tokens": 0.0}
 
 
 def test_repeated_names_are_averaged_and_extremes_kept():

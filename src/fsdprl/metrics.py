@@ -97,8 +97,14 @@ def throughput(
 
 
 def counted(counts: Mapping[str, float]) -> dict[str, float]:
-    """Counters of the step as metrics: tokens, reward/failed, wire/sent (bytes), ..."""
-    return {name.replace(".", "/"): amount for name, amount in counts.items()}
+    """Counters of the step as metrics: tokens, reward/failed, wire/sent (bytes), ...
+
+    rollout/cache_hit_rate is the share of prompt tokens that the engine did not compute again.
+    """
+    metrics = {name.replace(".", "/"): amount for name, amount in counts.items()}
+    if prompts := counts.get("rollout/prompt_tokens"):
+        metrics["rollout/cache_hit_rate"] = counts["rollout/cached_prompt_tokens"] / prompts
+    return metrics
 
 
 def jsonable(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -70,6 +70,7 @@ def pull(worker: Worker, *, model: str, version: int) -> None:
     sent = shard_checksums(trained.network, dtype=dtype, group=trained.group)
     for name in sorted(sent.keys() | received.keys()):
         if sent.get(name) != received.get(name):
+            worker.engine.version = -1
             raise ValueError(
                 f"weights of version {version} differ between trainer and engine: {name} "
                 f"(sent {sent.get(name)}, received {received.get(name)}); nothing is generated with them"

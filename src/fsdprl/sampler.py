@@ -23,6 +23,8 @@ from fsdprl.packing import attention_cost
 from fsdprl.policy import Policy
 
 ROLLOUT_PHASES = ("rollout", "eval")
+COUNTED = ("prompt_tokens", "cached_prompt_tokens", "preemptions")
+"""Of `Engine.stats`: what a step sums up."""
 
 
 def sample_seed(seed: int, step: int, call: int, prompt: int, sample: int) -> int:
@@ -170,6 +172,9 @@ class Sampler:
         }
         if phase == "rollout":
             controller.timeline.count("tokens", float(tokens.sum()))
+            for name in COUNTED:
+                amount = sum(reply["stats"].get(name, 0.0) for reply in replies)
+                controller.timeline.count(f"rollout/{name}", amount)
         return Batch.of(lease, columns, ["logp_sampler"])
 
     def seeds(self, prompts: Sequence[Prompt], n: int, phase: str) -> Tensor:

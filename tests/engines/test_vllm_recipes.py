@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+SPARE = {"engine.sleep-level": 2, "sharding.offload-model": "True"}
 VLLM = {"engine.kind": "vllm", "engine.kv-cache-memory-bytes": 64 << 20}
 
 
@@ -32,12 +33,20 @@ def answers(out: Path, step: int = 0) -> list[tuple[str, str, float]]:
 
 
 def test_two_ranks_train_with_an_engine_each(files: dict[str, str], tmp_path: Path):
-    metrics = run("grpo", files, tmp_path, ranks=2, timeout_s=600, steps=2, lr=1e-3, **VLLM)
+    metrics = run(
+        "grpo", files, tmp_path, ranks=2, timeout_s=600, steps=2, lr=1e-3, **VLLM, **SPARE
+    )
     assert json.loads((tmp_path / "config.json").read_text())["engine"] == "vllm"
     assert len(answers(tmp_path)) == len(answers(tmp_path, 1)) == 32
     assert answers(tmp_path) != answers(tmp_path, 1)
     for name in ("timing/rollout", "timing/resharding_to_infer", "vllm_tps"):
         assert min(series(metrics, name)) > 0
+    # the same weights, and the same arithmetic in float32
+    assert max(map(abs, series(metrics, "rollout/kl"))) < 1e-5
+    assert max(series(metrics, "rollout/max_abs_logp_diff")) < 5e-5
+    assert min(series(metrics, "rollout/ess")) > 0.9999
+    assert set(series(metrics, "rollout/preemptions")) == {0.0}
+    assert all(0 <= rate < 1 for rate in series(metrics, "rollout/cache_hit_rate"))
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def largest_gap(ours: list, theirs: list) -> float:
 @torch.no_grad()
 def trainer_gap(ranks: Ranks, engine: Any, **given: Any) -> tuple[float, int]:
     """Largest difference between the engine's log-probs and the trainer model's; tokens compared."""
-    requests, tokens, worst = ranks.requests(24), 0, 0.0
+    requests, tokens, worst = ranks.requests(48), 0, 0.0
     sampling = Sampling(max_new_tokens=60, **given)
     for request, got in zip(
         requests, engine.generate(requests, sampling, lambda: None), strict=True
@@ -213,7 +213,7 @@ def check_pulls(ranks: Ranks, engine: Any, pulls: int) -> dict[str, Any]:
 
 
 def check_numbers(ranks: Ranks, engine: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"tokens": 0}
+    found: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {
         "plain": {},
         "temperature": {"temperature": 0.7},
@@ -223,8 +223,7 @@ def check_numbers(ranks: Ranks, engine: Any) -> dict[str, Any]:
         "greedy": {"temperature": 0.0},
     }
     for name, given in settings.items():
-        found[f"trainer_gap_{name}"], tokens = trainer_gap(ranks, engine, **given)
-        found["tokens"] += tokens
+        found[f"trainer_gap_{name}"], found[f"tokens_{name}"] = trainer_gap(ranks, engine, **given)
     return found
 
 
@@ -299,6 +298,10 @@ def check_damage(ranks: Ranks, engine: Any) -> dict[str, Any]:
             engine.generate(ranks.requests(), Sampling(max_new_tokens=2), lambda: None)
         except EngineError:
             found["unready_after"].append(name)
+    old = [(own, t + 1 if own == victim else t) for bucket in good for own, t in bucket.tensors]
+    sums = engine.update_weights(iter([Bucket(old, True)]), 99)
+    sent = shard_checksums(SimpleNamespace(hf=ranks.model), dtype="float32")
+    found["stale_named"] = [name for name in sums if sums[name] != sent[name]] == [victim]
     engine.update_weights(iter(good), 100)
     found["mended_gap"] = largest_gap(before, answers(engine, ranks.requests()))
     return found
