@@ -70,7 +70,7 @@ def test_faults_of_a_pull(
         rollout.pull(worker, model="policy", version=1)
     assert VICTIM in str(raised.value)
     for version in (0, 1):
-        with pytest.raises((ValueError, EngineError), match="version|did not complete"):
+        with pytest.raises((ValueError, EngineError), match=r"version|did not complete"):
             sample(worker, version)
     monkeypatch.undo()
     with torch.no_grad():
