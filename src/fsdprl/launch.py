@@ -48,6 +48,11 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     code 2 and only the message after a UserError; 1 after any other failure of any rank; 128 plus
     the signal after Ctrl-C or SIGTERM, which raise Interrupted in main first.
     """
+    if os.environ.get("FSDPRL_REWARD_PROCESS"):
+        raise UserError(
+            "launch(main, ...) runs when the recipe is imported, as reward processes do: put it under "
+            'if __name__ == "__main__":'
+        )
     world = World()
     try:
         world = World.from_env()
