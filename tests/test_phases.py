@@ -81,6 +81,23 @@ def test_a_step_of_everything_in_the_recommended_order():
     assert job.heard() == ["off policy.weights", "wake ['kv_cache']", "generate"]
 
 
+def test_a_pull_that_nothing_was_sampled_with():
+    """vLLM cannot put to sleep what sleeps already: the weights stay awake, the cache stays asleep."""
+    job = Recorder(1, policy=(True, OFFLOAD))
+    job.pull()
+    job.generate()
+    job.step()
+    job.pull()
+    job.heard()
+    job.step()
+    assert job.heard() == ["update policy", "onto policy.optimizer", "step policy"]
+    job.pull()
+    job.generate()
+    assert job.heard() == [
+        "off policy.optimizer", "pull", "off policy.weights", "wake ['kv_cache']", "generate"
+    ]  # fmt: skip
+
+
 def test_phases_are_those_of_the_timings():
     job = Recorder(1, policy=(True, OFFLOAD), reference=(False, OFFLOAD))
     job.pull()

@@ -92,6 +92,13 @@ def test_benchmark_of_the_update_does_equal_work():
     assert "time a token 1.00" in shown
 
 
+def test_benchmark_of_a_pull_times_three_ways():
+    shown = script("bench_sync.py", "--smoke", "--repeats", 1)
+    for way in ("pull", "naive", "memcpy"):
+        assert f"\n  {way} " in shown
+    assert "smoke float32 into transformers" in shown
+
+
 def test_benchmark_of_a_step_says_what_it_needs(tmp_path):
     missing = tmp_path / "nowhere"
     shown = script("bench_step.py", "--model", missing, code=2)

@@ -52,7 +52,8 @@ class Phases:
         self.models: dict[str, Resident] = {}
         self.level = 0
         """Sleep level of the engine while models train."""
-        self.asleep = False
+        self.asleep: set[str] = set()
+        """What of the engine sleeps: "weights", "kv_cache"."""
         self.pulled = ""
         """The model whose weights the engine has got."""
         self.dropped = False
@@ -68,9 +69,9 @@ class Phases:
         """These models are about to be used, with their optimizers or without; changes: the first one's
         weights will not be the same. No name: one is built."""
         entering = self.at != "train"
-        if entering and self.level:
+        if self.at == "rollout" and self.level:  # an engine half awake cannot sleep: it stays so
             self._call("engine.sleep", {"level": self.level}, TO_TRAIN)
-            self.asleep = True
+            self.asleep = {"weights", "kv_cache"}
             self.dropped = self.dropped or self.level == 2
         idle = [n for n, m in self.models.items() if not m.trained and n not in names]
         off = {name: self.models[name].leaving("weights") for name in idle}
@@ -118,7 +119,7 @@ class Phases:
             off = {name: m.leaving("weights") for name, m in self.models.items()}
             self._move(TO_INFER, off, {}, always=True)
             self._wake("kv_cache")
-            self.at, self.asleep = "rollout", False
+            self.at = "rollout"
 
     def note_peak(self) -> None:
         """Have the peak so far counted, at the end of a step."""
@@ -136,7 +137,8 @@ class Phases:
             self.at = "weights"
 
     def _wake(self, tag: str) -> None:
-        if self.asleep:
+        if tag in self.asleep:
+            self.asleep.remove(tag)
             self._call("engine.wake", {"tags": [tag]}, TO_INFER)
 
     def _move(

@@ -70,5 +70,6 @@ def test_a_run_repeats_and_ranks_do_not_matter(files: dict[str, str], tmp_path: 
 @pytest.mark.slow
 def test_reward_rises(files: dict[str, str], tmp_path: Path):
     flags = {"steps": 20, "prompts-per-step": 16, "group-size": 8, "lr": 3e-3, "eval-every": 0}
+    flags |= {"correction.kind": "tis"}
     rewards = series(run("grpo", files, tmp_path, timeout_s=600, **flags, **VLLM), "reward/mean")
     assert rewards[0] < 0.35 and sum(rewards[-3:]) / 3 > 0.7, rewards

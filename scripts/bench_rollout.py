@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Tokens per second of a rollout through fsdprl's vLLM engine against `LLM.generate` on the same prompts.
+
+    python scripts/bench_rollout.py            # 30M parameters, 256 requests of up to 64 new tokens
+    python scripts/bench_rollout.py --smoke
+
+`ours` is the verb that `sampler.generate()` sends: requests are made, tokens sampled, and every
+answer becomes a row with its log-probs. `direct` hands the same prompts and sampling parameters, with
+a seed and the sampled token's log-prob a request, to the same engine's `LLM.generate` and throws the
+answers away. `plain` does so without seeds and log-probs, which training needs, to show what they cost.
+
+One process, repeats interleaved, best of each; the answers are compared first. Run it on a machine
+that does nothing else.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from bench_sync import Shape, joined
+from transformers.utils.logging import disable_progress_bar
+
+from fsdprl import learn, rollout, worker
+from fsdprl.engines.vllm_versions import import_vllm
+from fsdprl.options import EngineOptions, ShardingOptions
+
+SIZE = Shape("30M", hidden=384, layers=10, ffn=1024)
+SMOKE = Shape("smoke", hidden=64, layers=2, ffn=128, vocabulary=512)
+
+
+class Bench:
+    """A rank with a live vLLM, and prompts."""
+
+    def __init__(self, path: Path, args: argparse.Namespace, count: int, most: int) -> None:
+        self.rank, self.vllm, self.most = joined(), import_vllm(), most
+        learn.build(
+            self.rank, model="policy", path=str(path), kind="policy", dtype=args.dtype, seed=0,
+            sharding=asdict(ShardingOptions()), optimizer=None,
+        )  # fmt: skip
+        options = EngineOptions(kind="vllm", kv_cache_memory_bytes=args.cache_mb << 20)
+        rollout.build(
+            self.rank, kind="vllm", path=str(path), options=asdict(options), dtype=args.dtype,
+            max_model_len=128 + most, seed=0, chat_template="",
+        )  # fmt: skip
+        rollout.pull(self.rank, model="policy", version=1)
+        draw = torch.Generator().manual_seed(0)
+        self.lengths = torch.randint(16, 128, (count // 8,), generator=draw)
+        self.ids = torch.randint(60, 500, (int(self.lengths.sum()),), generator=draw).int()
+        self.seeds = torch.randint(1 << 60, (len(self.lengths) * 8,), generator=draw)
+
+    def ours(self) -> list[list[int]]:
+        """Eight answers to each prompt, as rows."""
+        sampling = {"max_new_tokens": self.most, "stop": []}
+        firsts = [8 * i for i in range(len(self.lengths))]
+        rollout.generate(
+            self.rank, first_row=firsts, lengths=self.lengths, ids=self.ids, infos=[{}] * len(firsts),
+            seeds=self.seeds, n=8, sampling=sampling, version=1,
+        )  # fmt: skip
+        rows = self.rank.store.rows
+        return [rows[i].ids[rows[i].mask].tolist() for i in range(len(self.seeds))]
+
+    def direct(self, as_ours: bool = True) -> list[list[int]]:
+        """The same through `LLM.generate`."""
+        prompts = [part.tolist() for part in self.ids.split(self.lengths.tolist())]
+        requests = [{"prompt_token_ids": prompts[i // 8]} for i in range(len(self.seeds))]
+        wanted = [{"seed": seed, "logprobs": 0} if as_ours else {} for seed in self.seeds.tolist()]
+        parameters = [self.vllm.SamplingParams(max_tokens=self.most, **each) for each in wanted]
+        outputs = self.rank.engine.llm.generate(requests, parameters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def plain(self) -> list[list[int]]:
+        return self.direct(as_ours=False)
+
+    def timed(self, way: str) -> tuple[float, list[list[int]]]:
+        """Generated tokens per second, and the answers."""
+        self.rank.engine.llm.reset_prefix_cache()
+        begin = time.perf_counter()
+        answers = getattr(self, way)()
+        return sum(map(len, answers)) / (time.perf_counter() - begin), answers
+
+
+def main() -> None:
+    """Measure and print one line a way."""
+    parser = argparse.ArgumentParser(description="Measure rollouts through vLLM.")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cache-mb", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    disable_progress_bar()
+    count, most = (32, 8) if args.smoke else (256, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        (SMOKE if args.smoke else SIZE).write(Path(folder))
+        bench = Bench(Path(folder), args, count, most)
+    ways = ("ours", "direct", "plain")
+    _, expected = bench.timed("ours")  # warm-up
+    assert bench.timed("direct")[1] == expected, "the two ways sampled different answers"
+    best = dict.fromkeys(ways, 0.0)
+    for turn in range(args.repeats):
+        for way in ways if turn % 2 else reversed(ways):
+            best[way] = max(best[way], bench.timed(way)[0])
+    tokens = sum(map(len, expected))
+    print(f"{len(expected)} answers, {tokens:,} tokens, {args.dtype}, {torch.get_num_threads()} threads")  # fmt: skip
+    for way, rate in best.items():
+        print(f"  {way:<7} {rate:10,.0f} tokens/s  {rate / best['direct']:.3f} of direct")
+    worker.shutdown(bench.rank)
+
+
+if __name__ == "__main__":
+    main()
