@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdprl import device
 from fsdprl.engines import Request, Sampling, build_engine
 from fsdprl.options import EngineOptions
 from fsdprl.store import Row
@@ -37,6 +38,7 @@ def build(
     worker.state["tokenizer"] = load_tokenizer(path, chat_template=chat_template or None)
     worker.state["engine_options"] = EngineOptions(**options)
     worker.state["engine_dtype"] = DTYPES[dtype]
+    device.empty_cache()  # what loading left in torch's cache would count as taken
     worker.engine = build_engine(
         kind,
         path,
