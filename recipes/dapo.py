@@ -61,6 +61,7 @@ class Config:
     clip_high: float = 0.28  # and at 1 + clip_high
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
+    eval_samples: int = 1  # answers to each of them, for mean@n and pass@k; 0: a greedy one
     dtype: rl.DType | None = None  # of the computation; none: bfloat16, on CPU float32
     sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
     engine: rl.EngineOptions = field(default_factory=rl.EngineOptions)
@@ -110,10 +111,14 @@ def main(cfg: Config) -> None:
     pool = rl.GroupPool(train, group_size=G, per_round=cfg.prompts_per_round or P)
     run.track(policy=policy, pool=pool)
 
+    def evaluate() -> None:
+        prompts = held_out.first(cfg.eval_prompts)
+        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+
     for step in run.steps(plan):
         sampler.pull()
         if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
+            evaluate()
 
         # Sample until P groups disagree about the metric. Every round's advantages are its own.
         for prompts in pool.rounds(P, cfg.max_rounds):
@@ -145,15 +150,7 @@ def main(cfg: Config) -> None:
 
     if cfg.eval_every:
         sampler.pull()
-        evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
-
-
-def evaluate(run, sampler, rewards, prompts) -> None:
-    """Mean reward of one sampled answer to each held-out prompt."""
-    answers = sampler.generate(prompts, phase="eval")
-    answers["reward"] = rewards(answers)
-    run.log({"eval/reward": float(answers["reward"].mean())})
-    run.show(answers.peek(3))
+        evaluate()
 
 
 if __name__ == "__main__":

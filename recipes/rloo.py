@@ -51,6 +51,7 @@ class Config:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
+    eval_samples: int = 1  # answers to each of them, for mean@n and pass@k; 0: a greedy one
     dtype: rl.DType | None = (
         None  # of the computation; none: bfloat16 on accelerators, float32 on CPU
     )
@@ -101,10 +102,14 @@ def main(cfg: Config) -> None:
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     run.track(policy=policy)
 
+    def evaluate() -> None:
+        prompts = held_out.first(cfg.eval_prompts)
+        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+
     for step in run.steps(plan):
         sampler.pull()
         if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
+            evaluate()
 
         # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
         batch = sampler.generate(train.at(step, P), n=G)
@@ -136,15 +141,7 @@ def main(cfg: Config) -> None:
 
     if cfg.eval_every:
         sampler.pull()
-        evaluate(run, sampler, rewards, held_out.first(cfg.eval_prompts))
-
-
-def evaluate(run, sampler, rewards, prompts) -> None:
-    """Mean reward of one sampled answer to each held-out prompt."""
-    answers = sampler.generate(prompts, phase="eval")
-    answers["reward"] = rewards(answers)
-    run.log({"eval/reward": float(answers["reward"].mean())})
-    run.show(answers.peek(3))
+        evaluate()
 
 
 if __name__ == "__main__":

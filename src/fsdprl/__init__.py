@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from fsdprl.data.preference_rows import PreferenceFormat as PreferenceFormat
     from fsdprl.errors import RemoteError as RemoteError
     from fsdprl.errors import UserError as UserError
+    from fsdprl.evaluation import estimated as estimated
+    from fsdprl.evaluation import evaluate as evaluate
     from fsdprl.examples import Examples as Examples
     from fsdprl.launch import launch as launch
     from fsdprl.options import CorrectionOptions as CorrectionOptions
@@ -70,6 +72,8 @@ NAMES: dict[str, str] = {
     "OverLength": "data.example_rows",
     "PreferenceFormat": "data.preference_rows",
     "Examples": "examples",
+    "estimated": "evaluation",
+    "evaluate": "evaluation",
     "launch": "launch",
     "DType": "options",
     "EngineOptions": "options",

@@ -141,6 +141,7 @@ def base(name: str, files: dict[str, str]) -> dict[str, Any]:
 
 SAMPLED = {
     "eval_prompts": (2, {"eval_every": 2}),
+    "eval_samples": (2, {"eval_every": 2}),
     "answer_key": ("gold", {"rewards": (f"{GRADE}matches",)}),
     "prompts_per_step": 5,
     "group_size": 3,
