@@ -60,3 +60,7 @@ bench-vllm:
 # Remove runs, caches and environments.
 clean:
     rm -rf runs .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis build
+
+# Grade all of DeepMath's gold answers and mutations of them, in processes and in one (minutes).
+grading:
+    .venv/bin/python -m pytest -m slow tests/test_deepmath.py

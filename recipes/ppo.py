@@ -21,7 +21,7 @@ import fsdprl as rl
 class Config:
     model: str = "Qwen/Qwen3-0.6B"  # Hugging Face checkpoint: a folder or a hub name
     critic: str = ""  # that of a reward or value model; empty: model, with a fresh value head
-    reward_model: str = ""  # a sequence classifier of one label, which scores answers too
+    reward_model: tuple[str, ...] = ()  # sequence classifiers of one label, which score answers too
     data: str = "gsm8k_train.jsonl"  # prompts: jsonl, json, csv, parquet, or a hub name
     eval_data: str = ""  # held-out prompts; empty holds out eval_share of data
     eval_share: float = 0.02  # share of data held out where there is no eval_data
@@ -41,7 +41,7 @@ class Config:
     long_prompts: rl.LongPrompts = "error"  # what becomes of longer ones above 1 % of data
     max_new_tokens: int = 1024  # most tokens of an answer
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function; may be none
-    reward_weights: tuple[float, ...] = ()  # one a reward, the reward model last; none: all 1
+    reward_weights: tuple[float, ...] = ()  # one a reward, reward models last; none: all 1
     # learning
     minibatches: int = 4  # optimizer steps of each pass over a batch
     passes: int = 1  # over each batch of samples
@@ -97,8 +97,11 @@ def main(cfg: Config) -> None:
     policy = rl.Policy(cfg.model, **layout)
     critic = rl.Critic(cfg.critic or cfg.model, seed=cfg.seed, **layout)
     reference = rl.Reference(cfg.model, **layout) if cfg.kl_coef else None
-    judge = rl.RewardModel(cfg.reward_model, **layout) if cfg.reward_model else None
-    rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward, model=judge)
+    judges = [
+        rl.RewardModel(path, name=f"reward_model_{number}", **layout)
+        for number, path in enumerate(cfg.reward_model, 1)
+    ]
+    rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward, model=judges)
     sampler = rl.Sampler(
         policy,
         engine=cfg.engine,

@@ -196,6 +196,9 @@ def test_text_and_arrow_files_and_subsets(tmp_path: Path):
     with pytest.raises(UserError, match="#10: it has 9 rows"):
         open_rows(f"{arrow}#10")
     assert fingerprint(f"{arrow}#4") != fingerprint(str(arrow))
+    copied = tmp_path / "copy.arrow"
+    copied.write_bytes(arrow.read_bytes())
+    assert fingerprint(str(copied)) == fingerprint(str(arrow))
 
 
 def mixed(tmp_path: Path, *tables: str) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsdprl.data.example_rows import OverLength as OverLength
     from fsdprl.data.preference_rows import PreferenceFormat as PreferenceFormat
     from fsdprl.errors import RemoteError as RemoteError
+    from fsdprl.errors import UnscoredError as UnscoredError
     from fsdprl.errors import UserError as UserError
     from fsdprl.evaluation import estimated as estimated
     from fsdprl.evaluation import evaluate as evaluate
@@ -65,6 +66,7 @@ NAMES: dict[str, str] = {
     "mismatch": "correcting",
     "CorrectionOptions": "options",
     "RemoteError": "errors",
+    "UnscoredError": "errors",
     "UserError": "errors",
     "PromptFormat": "data.chat",
     "load_tokenizer": "data.chat",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdprl.batch import Batch, asdict_ref
+from fsdprl.batch import Batch, Lease, asdict_ref
 from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.controller import current
 from fsdprl.device import device_type
@@ -254,19 +254,39 @@ class Critic(Trained):
 
 
 class RewardModel(Network):
-    """A sequence-classification checkpoint that scores whole rows."""
+    """A sequence-classification checkpoint that scores whole rows, in its own tokens if they are others."""
 
     kind = "reward"
     phase = "reward_model"
 
     def __init__(self, path: str, *, name: str = "reward_model", **options: Any) -> None:
         super().__init__(path, name=name, **options)
+        self.reads_rows: bool | None = None
+        """Whether the policy's tokens are its own; None until it is asked."""
 
     def score(self, batch: Batch) -> Tensor:
-        """One score a row, float64 [N]."""
-        scores = self.run(batch, {})
+        """One score a row, float64 [N]. Where the checkpoint's tokenizer or chat template is not the policy's, the
+        conversations are rendered and encoded anew, each on its rank."""
+        if self.reads_rows is None:
+            replies = current().call("rows.same_words", {"path": self.path}).wait()
+            self.reads_rows = all(replies)
+        scores = self.run(batch if self.reads_rows else self.reworded(batch), {})
         assert isinstance(scores, torch.Tensor)
         return scores
+
+    def reworded(self, batch: Batch) -> Batch:
+        """The same answers as rows of this model's tokens, on the same ranks and in the same order."""
+        Lease.flush()
+        lease = Lease(batch.ranks)
+        positions = batch.by_rank()
+        payload = [
+            {"rows": batch.row_ids[where], "row_ids": lease.row_ids[where], "path": self.path}
+            for where in positions
+        ]
+        lengths = batch.gather(
+            positions, current().call("rows.reword", payload, phase=self.phase).wait()
+        )
+        return Batch.of(lease, {"tokens": lengths, "loss_tokens": torch.ones_like(lengths)})
 
 
 class TrainedRewardModel(Trained):

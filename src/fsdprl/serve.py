@@ -5,7 +5,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdprl import blending, feeding, learn, moving, profiling, rollout, row_files, rows, worker
+from fsdprl import (
+    blending,
+    feeding,
+    learn,
+    moving,
+    profiling,
+    rewording,
+    rollout,
+    row_files,
+    rows,
+    worker,
+)
 from fsdprl.liveness import Lifeline
 from fsdprl.wire import Line, decode, encode
 from fsdprl.worker import Worker
@@ -20,6 +31,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     **feeding.VERBS,
     **moving.VERBS,
     **profiling.VERBS,
+    **rewording.VERBS,
 }
 
 

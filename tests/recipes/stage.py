@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fsdprl
 from fsdprl import controller as controller_module
-from fsdprl import feeding, learn, prompts, rollout, row_files, rows
+from fsdprl import feeding, learn, prompts, rewording, rollout, row_files, rows
 from fsdprl.config import Flags
 from fsdprl.data import chat, example_rows, preference_rows
 from fsdprl.engines import Completion
@@ -100,6 +100,7 @@ class Stage(fake.FakeController):
             **rows.VERBS,
             **row_files.VERBS,
             **feeding.VERBS,
+            **rewording.VERBS,
             "memory.move": lambda worker, **_: {"peak_bytes": 0},
             "engine.sleep": lambda worker, **_: None,
             "engine.wake": lambda worker, **_: None,

@@ -174,7 +174,7 @@ def test_ppo_critic_may_be_another_checkpoint(act, files):
 
 
 def test_ppo_sums_rules_and_a_reward_model_named_last(act, files):
-    model = {"reward_model": files["other"]}
+    model = {"reward_model": (files["other"],)}
     both = act("ppo", rewards=(f"{GRADE}begins",), reward_weights=(1.0, 2.0), **model)
     alone = act("ppo", rewards=(), **model)
     rules = act("ppo", rewards=(f"{GRADE}begins",))
@@ -188,6 +188,11 @@ def test_ppo_sums_rules_and_a_reward_model_named_last(act, files):
         "one each" in act("ppo", rewards=(f"{GRADE}begins",), reward_weights=(1.0,), **model).error
     )
     assert "at least one reward" in act("ppo", rewards=()).error
+    two = {"reward_model": (files["other"], files["model"]), "reward_weights": (1.0, 2.0, 0.5)}
+    summed = act("ppo", rewards=(f"{GRADE}begins",), **two)
+    second = summed.values("reward_model_2_rewards/mean")[0]
+    assert second != pytest.approx(first["alone"])
+    assert summed.values("critic/score/mean")[0] == pytest.approx(first["both"] + 0.5 * second)
 
 
 def test_ppo_steers_its_kl_on_the_controller(act):

@@ -227,7 +227,7 @@ def change(name: str, field: str, files: dict[str, str]) -> tuple[Any, dict[str,
     """Another value for a field, and what else must hold for it to matter."""
     others = {
         "model": (files["other"], {}), "teacher": (files["model"], {}), "critic": (files["other"], {}),
-        "reference_model": (files["other"], {}), "reward_model": (files["other"], {}),
+        "reference_model": (files["other"], {}), "reward_model": ((files["other"],), {}),
         "chat_template": (files["template"], {}),
         "data": (files["prompts_more"], {}), "eval_data": (files["prompts_more"], {"eval_every": 2}),
     }  # fmt: skip

@@ -71,10 +71,11 @@ def fingerprint(path: str) -> str:
     Up to 64 MiB every byte counts; of a larger file 64 blocks of 1 MiB, evenly spread. A hub name
     is its own fingerprint.
     """
-    place = Path(subset_of(path)[0]).expanduser()
+    name, some = subset_of(path)
+    place = Path(name).expanduser()
     if not place.exists():
         return path
-    digest = hashlib.blake2b(path.rpartition("#")[2].encode(), digest_size=16)
+    digest = hashlib.blake2b(b"" if some is None else f"#{some}".encode(), digest_size=16)
     if place.is_file() and place.suffix.lower() == ".toml":
         for one in read_sets(place, "--data"):
             digest.update(fingerprint(one.path).encode())
