@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsdprl.advantages import group_std
 from fsdprl.batch import Batch
 from fsdprl.controller import current
 from fsdprl.errors import UserError
@@ -83,9 +84,21 @@ class Rewards:
         return grade(batch, self.functions[name], self.options, name=name)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """`{name}_rewards/mean` over the rows that each reward applies to."""
+        """`{name}_rewards/mean` over the rows that each reward applies to; what of the batch can teach nothing.
+
+        reward_std: mean of the groups' deviations. frac_reward_zero_std: share of answers in groups without any,
+        groups of one among them. empty: share of answers without a token.
+        """
         means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in self.weights}
-        return {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
+        found = {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
+        if len(batch) and "reward" in batch and "group" in batch:
+            std = group_std(batch["reward"], batch["group"])
+            found |= {
+                "reward_std": float(std.mean()),
+                "frac_reward_zero_std": float((std == 0).double().mean()),
+                "empty": float((batch["loss_tokens"] == 0).double().mean()),
+            }
+        return found
 
     def _check(self, batch: Batch, failed: Tensor, applies: Tensor) -> None:
         none = ~applies & ~failed
