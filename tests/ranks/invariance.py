@@ -48,6 +48,16 @@ def reweighed(logp, logp_old, advantage, importance):
     return rl.losses.reweigh(rl.losses.policy_gradient(logp, advantage), importance.exp())
 
 
+def ppo(logp, logp_old, gae_white):
+    """PPO's surrogate of advantages that differ from token to token."""
+    return rl.losses.clipped_surrogate(logp, logp_old, gae_white, clip_low=0.05, clip_high=0.1)
+
+
+def ppo_value(value, value_old, gae_returns):
+    """PPO's value loss on returns out of the scan."""
+    return rl.losses.value_loss(value, value_old, gae_returns, clip=0.1)
+
+
 POLICY_LOSSES = {
     "surrogate": partial(rl.losses.clipped_surrogate, clip_low=0.05, clip_high=0.1),
     "dual_clip": partial(rl.losses.clipped_surrogate, clip_low=0.05, clip_high=0.1, dual_clip=1.2),
@@ -74,6 +84,13 @@ PAIR_LOSSES = (
     "nca_pair",
     "sigmoid_norm",
 )
+COUPLED = {
+    "aot": rl.PairLoss(["aot"], beta=0.3, label_smoothing=0.1),
+    "aot_unpaired": rl.PairLoss(["aot_unpaired"]),
+    "bco_shift": rl.PairLoss(["bco_pair"], bco_shift=True),
+    "wpo": rl.PairLoss(["sigmoid"], wpo=True),
+}
+"""Losses with a quantity of the whole batch, from a pass without gradient."""
 
 
 def main(cfg: Config) -> None:
@@ -92,6 +109,10 @@ def main(cfg: Config) -> None:
             network.sharding = dataclasses.replace(network.sharding, tokens_per_microbatch=budget)
         for name, (network, part, losses) in cases(batch, policy, critic).items():
             results[f"{name} budget {budget}"] = one_step(network, part, losses, cfg)
+    for name in ("gae_advantage", "gae_returns", "gae_white"):
+        over, rows = batch.reduce(name), batch.row_sum(name)
+        results[name] = {"mean": over.mean, "var": over.var, "min": over.min, "max": over.max}
+        results[name] |= {f"row {i}": x for i, x in enumerate(rows.tolist())}
     (Path(cfg.out) / f"{current().world_size}.json").write_text(json.dumps(results))
 
 
@@ -111,8 +132,35 @@ def make_batch(examples, policy, critic) -> rl.Batch:
         batch.apply(partial(rename, scale=0.2), out=name)
     batch.apply(partial(wave, salt=9.0), out="returns")
     batch.apply(partial(value_before, scale=0.3), out="value_old")
+    batch["reward"] = torch.cos(order)
+    batch["desirable"] = torch.arange(count) % 3 == 0
     batch.rebalance(2, seed=1)
+    whitened_advantages(batch)
     return batch
+
+
+def whitened_advantages(batch) -> None:
+    """PPO's: the score on the last token, a KL on each, GAE inside each row, moments of the whole batch."""
+    batch.apply(partial(rl.advantages.token_reward, kl_coef=0.3), out="token_reward")
+    batch.apply(scan, out=["gae_advantage", "gae_returns"])
+    over = batch.reduce("gae_advantage")
+    batch.apply(partial(whitened, mean=over.mean, variance=over.var), out="gae_white")
+
+
+def scan(token_reward, value_old, segment):
+    found = rl.advantages.gae(token_reward, value_old, segment, gamma=0.97, lam=0.9)
+    return {f"gae_{name}": values for name, values in found.items()}
+
+
+def whitened(gae_advantage, *, mean: float, variance: float):
+    return rl.advantages.whiten(gae_advantage, mean=mean, variance=variance)
+
+
+def kto(batch, policy):
+    """KTO with a baseline out of the batch."""
+    policy.logprobs(batch, out="logp_now")
+    ratio = batch.row_sum("logp_now") - batch.row_sum("logp_ref")
+    return partial(rl.coupled.kto_loss, beta=0.3, baseline=float(ratio.mean().abs()))
 
 
 def rename(now, bump, *, scale: float):
@@ -149,6 +197,13 @@ def cases(batch, policy, critic):
     pairs["weight"] = rl.weights.row_mean(tokens)
     for name in PAIR_LOSSES:
         found[f"pair {name}"] = (policy, pairs, partial(rl.preference.dpo_loss, losses=[name]))
+    for name, coupled in COUPLED.items():
+        part = batch[:]
+        part["weight"] = coupled.weight(part, policy)
+        found[f"coupled {name}"] = (policy, part, coupled.of(part, policy))
+    found["coupled kto"] = (policy, pairs, kto(pairs, policy))
+    found["ppo"] = (policy, batch[:], ppo)
+    found["ppo value"] = (critic, batch[:], ppo_value)
     return found
 
 

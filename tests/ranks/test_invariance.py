@@ -87,6 +87,13 @@ def test_losses_move_the_model_and_differ(folder: Path):
     )
 
 
+def test_advantages_are_whitened_over_the_whole_batch(folder: Path):
+    alone = results(folder / "64", "qwen2_tied", 1, "float64")
+    white, raw = alone["gae_white"], alone["gae_advantage"]
+    assert white["mean"] == pytest.approx(0, abs=1e-12) and white["var"] == pytest.approx(1)
+    assert abs(raw["mean"]) > 0.01 and abs(raw["var"] - 1) > 0.01
+
+
 def test_float32_on_two_ranks(folder: Path):
     alone = results(folder / "32", "qwen3", 1, "float32")
     compare(alone, results(folder / "32", "qwen3", 2, "float32"), 1e-5)
