@@ -40,8 +40,10 @@ class Config:
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
-    minibatches: int = 4  # optimizer steps per batch of samples; 1 is exactly on-policy
-    lr: float = 1e-6  # learning rate, constant after warm-up
+    minibatches: int = 4  # optimizer steps of each pass over a batch; 1 is exactly on-policy
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-6  # peak learning rate
+    schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
@@ -82,7 +84,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
         policy,
@@ -128,12 +130,12 @@ def main(cfg: Config) -> None:
 
         # Learn. Token columns stay put; ranks trade whole rows once, so that every minibatch is even.
         batch.rebalance(K, seed=cfg.seed + step)
-        policy.logprobs(batch, out="logp_old")
-        run.log(rl.mismatch(batch))
         if reference:
             reference.logprobs(batch, out="logp_ref")
-        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+        policy.logprobs(batch, out="logp_old")
+        run.log(rl.mismatch(batch))
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))

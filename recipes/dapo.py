@@ -52,8 +52,10 @@ class Config:
     overlong_buffer: int = 0  # tokens before max_new_tokens over which the penalty grows; 0: none
     overlong_penalty: float = 1.0  # what it grows to
     # learning
-    minibatches: int = 4  # optimizer steps per batch of samples; 1 is exactly on-policy
-    lr: float = 1e-6  # learning rate, constant after warm-up
+    minibatches: int = 4  # optimizer steps of each pass over a batch; 1 is exactly on-policy
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-6  # peak learning rate
+    schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
     warmup_steps: int = 20  # steps of linear warm-up
     weight_decay: float = 0.1  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
@@ -95,7 +97,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
         policy,
@@ -141,8 +143,8 @@ def main(cfg: Config) -> None:
         run.log(pool.metrics() | rl.mismatch(batch))
 
         batch.rebalance(K, seed=cfg.seed + step)
-        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             keep = ~minibatch["truncated"] if cfg.overlong_filter else None
             minibatch["weight"] = rl.weights.token_mean(minibatch["loss_tokens"], keep=keep)
             run.log(policy.forward_backward(minibatch, loss))

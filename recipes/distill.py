@@ -41,8 +41,10 @@ class Config:
     rewards: tuple[str, ...] = ()  # to evaluate by: built-in names, or module:function; may be none
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
-    minibatches: int = 1  # optimizer steps per batch of samples; 1 is exactly on-policy
-    lr: float = 1e-5  # learning rate, constant after warm-up
+    minibatches: int = 1  # optimizer steps of each pass over a batch; 1 is exactly on-policy
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-5  # peak learning rate
+    schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
@@ -89,7 +91,7 @@ def main(cfg: Config) -> None:
     if theirs != train.tokenizer.get_vocab():
         raise rl.UserError(f"--teacher {cfg.teacher}: its tokenizer is another one than --model's")
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     teacher = rl.Reference(cfg.teacher, name="teacher", sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
@@ -116,8 +118,8 @@ def main(cfg: Config) -> None:
 
         batch.rebalance(K, seed=cfg.seed + step)
         run.log({"actor/reverse_kl": compare(policy, teacher, batch)} | rl.mismatch(batch))
-        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, loss))
             run.log(policy.optim_step(lr=lr, **limits))

@@ -121,9 +121,7 @@ def main(cfg: Config) -> None:
         reference.logprobs(batch)
         batch["weight"] = loss.weight(batch, policy)  # a mean over pairs
         run.log(policy.forward_backward(batch, loss.of(batch, policy)))
-        lr = cfg.lr * rl.schedules.factor(
-            cfg.schedule, step, total=plan.steps, warmup=cfg.warmup_steps
-        )
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(policy.optim_step(lr=lr, **limits))
         moves = cfg.follow_every and (step + 1) % cfg.follow_every == 0
         if moves and isinstance(reference, rl.Reference):

@@ -38,14 +38,18 @@ class Config:
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
-    minibatches: int = 2  # optimizer steps per batch of samples; 1 is exactly on-policy
-    lr: float = 1e-6  # learning rate, constant after warm-up
+    minibatches: int = 2  # optimizer steps of each pass over a batch; 1 is exactly on-policy
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-6  # peak learning rate
+    schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
     clip_high: float = 0.28  # and at 1 + clip_high
     kl_coef: float = 0.0  # weight of the KL penalty (k3) to the initial model; 0 loads no reference
+    follow_every: int = 0  # steps after which the reference moves towards the policy; 0: never
+    follow_share: float = 1.0  # by this share: 1 replaces it, less is a moving average
     entropy_coef: float = 0.0  # weight of the entropy bonus
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
@@ -92,7 +96,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
         policy,
@@ -112,6 +116,8 @@ def main(cfg: Config) -> None:
         losses.append(partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef))
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     run.track(policy=policy)
+    if reference and cfg.follow_every:
+        run.track(reference=reference)  # a resumed run needs its weights
 
     def evaluate() -> None:
         prompts = held_out.first(cfg.eval_prompts)
@@ -138,15 +144,17 @@ def main(cfg: Config) -> None:
 
         # Learn. Token columns stay put; ranks trade whole rows once, so that every minibatch is even.
         batch.rebalance(K, seed=cfg.seed + step)
-        policy.logprobs(batch, out="logp_old")
-        run.log(rl.correct(batch, cfg.correction))
         if reference:
             reference.logprobs(batch, out="logp_ref")
-        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+        policy.logprobs(batch, out="logp_old")
+        run.log(rl.correct(batch, cfg.correction))
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))
+        if reference and cfg.follow_every and (step + 1) % cfg.follow_every == 0:
+            reference.follow(policy, cfg.follow_share)
 
     if cfg.eval_every:
         sampler.pull()

@@ -95,9 +95,7 @@ def main(cfg: Config) -> None:
         reference.logprobs(batch)
         batch["weight"] = rl.weights.row_mean(batch["loss_tokens"])  # a mean over completions
         run.log(policy.forward_backward(batch, partial(loss, baseline=z)) | {"actor/baseline": z})
-        lr = cfg.lr * rl.schedules.factor(
-            cfg.schedule, step, total=plan.steps, warmup=cfg.warmup_steps
-        )
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(policy.optim_step(lr=lr, **limits))
 
     if cfg.eval_every:

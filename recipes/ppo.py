@@ -92,7 +92,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
     policy = rl.Policy(cfg.model, **layout)
     critic = rl.Critic(cfg.critic or cfg.model, seed=cfg.seed, **layout)
@@ -136,12 +136,13 @@ def main(cfg: Config) -> None:
 
         # The score lands on an answer's last token, a KL in the reward on every token.
         batch.rebalance(K, seed=cfg.seed + step)
+        if reference:
+            reference.logprobs(batch, out="logp_ref")
         policy.logprobs(batch, out="logp_old")
         run.log(rl.mismatch(batch))
         critic.values(batch, out="value_old")
         losses, token_reward = [surrogate, *bonus], rl.advantages.last_token_reward
         if reference:
-            reference.logprobs(batch, out="logp_ref")
             if cfg.kl_in == "reward":
                 token_reward = partial(rl.advantages.token_reward, kl_coef=kl.coef)
             else:
@@ -166,11 +167,10 @@ def main(cfg: Config) -> None:
         critic_lr = cfg.critic_lr * factor(cfg.critic_schedule, warmup=cfg.critic_warmup_steps)
         updates = ((critic, [value_loss], critic_lr), (policy, losses, lr))
         for network, terms, lr in updates[: 1 if step < cfg.critic_only_steps else 2]:
-            for i in range(cfg.passes):
-                for minibatch in batch.minibatches(K, seed=cfg.seed + step + i):
-                    minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()
-                    run.log(network.forward_backward(minibatch, terms))
-                    run.log(network.optim_step(lr=lr, **limits))
+            for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
+                minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()
+                run.log(network.forward_backward(minibatch, terms))
+                run.log(network.optim_step(lr=lr, **limits))
 
     if cfg.eval_every:
         sampler.pull()

@@ -41,8 +41,10 @@ class Config:
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
-    minibatches: int = 2  # optimizer steps per batch of samples; 1 is exactly on-policy
-    lr: float = 1e-6  # learning rate, constant after warm-up
+    minibatches: int = 2  # optimizer steps of each pass over a batch; 1 is exactly on-policy
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-6  # peak learning rate
+    schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
@@ -85,7 +87,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
         policy,
@@ -125,11 +127,12 @@ def main(cfg: Config) -> None:
         if cfg.baseline == "group":
             batch["reward"] = rl.advantages.group_centered(batch["reward"], batch["group"])
         batch.rebalance(K, seed=cfg.seed + step)
+        if reference:
+            reference.logprobs(batch, out="logp_ref")
         policy.logprobs(batch, out="logp_old")
         run.log(rl.mismatch(batch))
         reward = rl.advantages.last_token_reward
         if reference:
-            reference.logprobs(batch, out="logp_ref")
             reward = partial(rl.advantages.token_reward, kl_coef=cfg.kl_coef)
         batch.apply(reward, out="token_reward")
         batch.apply(partial(rl.advantages.discounted_returns, gamma=cfg.gamma), out="advantage")
@@ -137,8 +140,8 @@ def main(cfg: Config) -> None:
         whiten = partial(rl.advantages.whiten, mean=over.mean, variance=over.var)
         batch.apply(whiten, out="advantage")
 
-        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))

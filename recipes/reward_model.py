@@ -78,9 +78,7 @@ def main(cfg: Config) -> None:
         batch = train.batch(step, cfg.batch_size)
         batch["weight"] = rl.weights.row_mean(batch["loss_tokens"])  # a mean over pairs
         run.log(model.forward_backward(batch, loss))
-        lr = cfg.lr * rl.schedules.factor(
-            cfg.schedule, step, total=plan.steps, warmup=cfg.warmup_steps
-        )
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(model.optim_step(lr=lr, **limits))
 
     if cfg.eval_every:

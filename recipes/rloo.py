@@ -40,8 +40,10 @@ class Config:
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
-    minibatches: int = 1  # optimizer steps per batch of samples; 1 is exactly on-policy
-    lr: float = 1e-6  # learning rate, constant after warm-up
+    minibatches: int = 1  # optimizer steps of each pass over a batch; 1 is exactly on-policy
+    passes: int = 1  # over each batch of samples
+    lr: float = 1e-6  # peak learning rate
+    schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
     warmup_steps: int = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
@@ -82,7 +84,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
-    plan = rl.Plan(len(train), P, group_size=G, minibatches=K, steps=cfg.steps, epochs=cfg.epochs)
+    plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
     sampler = rl.Sampler(
         policy,
@@ -120,10 +122,11 @@ def main(cfg: Config) -> None:
 
         # The KL belongs to the reward, so log-probs come first.
         batch.rebalance(K, seed=cfg.seed + step)
+        if reference:
+            reference.logprobs(batch, out="logp_ref")
         policy.logprobs(batch, out="logp_old")
         run.log(rl.mismatch(batch))
         if reference:
-            reference.logprobs(batch, out="logp_ref")
             batch.apply(rl.kl.log_ratio, out="log_ratio")
             batch["kl"] = batch.row_sum("log_ratio")
             batch["reward"] -= cfg.kl_coef * batch["kl"]
@@ -134,8 +137,8 @@ def main(cfg: Config) -> None:
         batch["weight"] = K / len(batch)  # a mean over answers of sums over tokens
         batch = batch[batch["advantage"] != 0]
 
-        lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for minibatch in batch.minibatches(K, seed=cfg.seed + step):
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
+        for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))
 

@@ -77,9 +77,7 @@ def main(cfg: Config) -> None:
             run.log(evaluate(policy, held_out, cfg))
         batch = train.batch(step, cfg.batch_size)
         batch["weight"] = 1.0 / batch["loss_tokens"].sum()
-        lr = cfg.lr * rl.schedules.factor(
-            cfg.schedule, step, total=plan.steps, warmup=cfg.warmup_steps
-        )
+        lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(policy.forward_backward(batch, nll))
         run.log(
             policy.optim_step(lr=lr, weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm)

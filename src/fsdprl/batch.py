@@ -231,13 +231,19 @@ class Batch:
             here = (self.row_ids >= lease.start) & (self.row_ids < lease.stop)
             lease.ranks[self.row_ids[here] - lease.start] = after[here]
 
-    def minibatches(self, count: int = 1, seed: int | None = None) -> Iterator["Batch"]:
-        """Up to `count` minibatches of whole units, shuffled by seed (None: in row order). No rows give none."""
-        number = torch.tensor(
-            minibatch_plan(self.columns["unit"].tolist(), count, seed), dtype=torch.int64
-        )
-        for k in range(int(number.max()) + 1 if len(self) else 0):
-            yield self[number == k]
+    def minibatches(
+        self, count: int = 1, seed: int | None = None, passes: int = 1
+    ) -> Iterator["Batch"]:
+        """Up to `count` minibatches of whole units, shuffled by seed (None: in row order). No rows give none.
+
+        passes: how often over all rows, each time in another order; rebalance evens out the first one's.
+        """
+        units = self.columns["unit"].tolist()
+        for i in range(passes):
+            order = None if seed is None else seed + i
+            number = torch.tensor(minibatch_plan(units, count, order), dtype=torch.int64)
+            for k in range(int(number.max()) + 1 if len(self) else 0):
+                yield self[number == k]
 
     # ---- work on the ranks -----------------------------------------------------------------
 

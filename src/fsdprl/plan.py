@@ -21,19 +21,22 @@ class Plan:
     group_size: int = 1
     """G, samples of each prompt."""
     minibatches: int = 1
-    """Optimizer steps per step."""
+    """Optimizer steps of each pass over a step's samples."""
     steps: int = 0
     """Steps of the whole run; after construction always the resolved number."""
     epochs: float = 0.0
     """Passes over the rows; after construction always what the steps amount to."""
     flag: str = "--prompts-per-step"
     """What the recipe calls prompts_per_step, for messages."""
+    passes: int = 1
+    """Over the samples of a step."""
 
     def __post_init__(self) -> None:
         at_least = {
             self.flag: self.prompts_per_step,
             "--group-size": self.group_size,
             "--minibatches": self.minibatches,
+            "--passes": self.passes,
         }
         for flag, value in at_least.items():
             if value < 1:
@@ -70,7 +73,7 @@ class Plan:
 
     @property
     def optimizer_steps(self) -> int:
-        return self.steps * self.minibatches
+        return self.steps * self.minibatches * self.passes
 
     def describe(self) -> list[str]:
         """The arithmetic in words, for the start of a run and for --dry-run."""
@@ -81,9 +84,10 @@ class Plan:
             if self.group_size == 1
             else f"{self.prompts_per_step:,} prompts x {self.group_size} = "
         )
+        again = f", {self.passes} passes over them" if self.passes > 1 else ""
         return [
             f"a step: {prompts}{self.samples:,} samples, {self.minibatches} "
-            f"minibatch{'es' if self.minibatches > 1 else ''} of {each} samples",
+            f"minibatch{'es' if self.minibatches > 1 else ''} of {each} samples{again}",
             f"the run: {self.steps:,} steps, {self.steps * self.samples:,} samples, "
             f"{self.optimizer_steps:,} optimizer steps, {self.epochs:.3g} epochs of {self.rows:,} rows",
         ]

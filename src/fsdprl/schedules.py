@@ -33,7 +33,6 @@ def cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> flo
 def factor(
     kind: Schedule,
     step: int,
-    *,
     total: int,
     warmup: int = 0,
     floor: float = 0.0,

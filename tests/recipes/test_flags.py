@@ -152,6 +152,8 @@ SAMPLED = {
     "reward_weights": (1.0, 0.5),
     "rewards": (f"{GRADE}letters",),
     "minibatches": 3,
+    "passes": 2,
+    "schedule": "linear",
     "clip_low": 0.02,
     "clip_high": 0.02,
     "kl_coef": 0.3,
@@ -178,7 +180,11 @@ CHANGED: dict[str, Any] = {
     "rejected_key": "worse",
 }
 OWN: dict[str, dict[str, Any]] = {
-    "grpo": {"correction": rl.CorrectionOptions(kind="tis", cap=0.5)},
+    "grpo": {
+        "correction": rl.CorrectionOptions(kind="tis", cap=0.5),
+        "follow_every": (1, {"kl_coef": 0.3}),
+        "follow_share": (0.5, {"kl_coef": 0.3, "follow_every": 1}),
+    },
     "gspo": {"clip_low": 1e-5, "clip_high": 1e-5},
     "cispo": {"ratio_low": 0.99, "ratio_high": 1.01},
     "rloo": {"minibatches": (3, {}), "clip_low": (0.02, {"minibatches": 3}), "clip_high": (0.02, {"minibatches": 3})},
@@ -193,7 +199,7 @@ OWN: dict[str, dict[str, Any]] = {
         "overlong_penalty": (0.5, {"overlong_buffer": 3}),
     },
     "ppo": {
-        "passes": 2, "critic_lr": 0.1, "critic_schedule": "linear", "critic_warmup_steps": 4, "critic_only_steps": 2,
+        "critic_lr": 0.1, "critic_schedule": "linear", "critic_warmup_steps": 4, "critic_only_steps": 2,
         "dual_clip": (1.25, {"lr": 3.0}), "value_clip": 1e-3, "gamma": 0.5, "lam": 0.2, "schedule": "linear",
         "kl_in": ("loss", {"kl_coef": 0.3}), "kl_target": (0.01, {"kl_coef": 0.3}),
         "kl_horizon": (20, {"kl_coef": 0.3, "kl_target": 0.01}),
