@@ -5,6 +5,7 @@ from pathlib import Path
 
 import faulty_rewards
 import pytest
+import torch
 from fake import install
 
 from fsdprl import grading
@@ -157,7 +158,7 @@ def test_names_and_settings():
 def batch(monkeypatch):
     fake = install(monkeypatch, 2)
     made = fake.batch([2] * 8, [3] * 8, [0] * 4 + [1] * 4)
-    made["group"] = made.row_ids // 4
+    made["group"] = torch.arange(8) // 4
     for worker in fake.workers:
         worker.state["tokenizer"] = _Words()
     for number, (_, row) in enumerate(
