@@ -83,6 +83,24 @@ def test_timings_by_hand():
     )
 
 
+def test_identity_of_colocated_models():
+    """G.1: nothing is counted twice where reference and rules are done before the old log-probs, as recipes do."""
+    order = (
+        "resharding_to_infer", "rollout", "rule_reward", "rebalance", "resharding_to_train", "reference_model",
+        "old_log_p", "critic_model", "adv", "update_critic", "update",
+    )  # fmt: skip
+    spans = [Span(name, 10.0 + i, 11.0 + i) for i, name in enumerate(order)]
+    seconds = timings(spans, 10.0, 22.0)
+    parts = [
+        seconds[f"timing/{name}"]
+        for name in order
+        if name not in ("rule_reward", "adv", "rebalance")
+    ]
+    beside = [seconds[f"timing/non_overlap_{name}"] for name in ("rule_reward", "reference_model")]
+    assert beside == [0.0, 0.0] and seconds["timing/non_overlap_adv"] == 2.0
+    assert seconds["timing/all"] == 12.0 >= sum(parts) + max(beside) == 8.0
+
+
 def test_throughput_of_the_guide():
     # 800 + 200 tokens, 128 x 8 samples, 32 devices, 400 s: 80 tokens per second and device.
     seconds = {"timing/all": 400.0, "timing/update": 100.0, "timing/rollout": 200.0}
