@@ -22,6 +22,8 @@ from fsdprl.world import World
 START_S = 1800.0
 START_PHASES = ("import", "start", "load", "engine")
 """Phases that read and compile before they can tick; their deadline is at least START_S."""
+CHANGES = ("model.optim_step", "model.blend")
+"""Verbs after which the weights are no longer those the step began with."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,10 @@ class Controller:
         self.interrupt: BaseException | None = None
         """Set by a signal that came while messages were on their way; raised when they are through."""
         self.uninterruptible = False
+        self.changed = False
+        """The step under way has changed what a checkpoint holds: it must be finished before a save."""
+        self.leaving: BaseException | None = None
+        """Set by a signal that came when `changed`; the run raises it once the step is saved."""
         self._wire: Wire | None = None
         self._watch: Watch | None = None
         self._poller = zmq.Poller()
@@ -181,6 +187,7 @@ class Controller:
         if self._watch.failure:
             raise self._watch.failure
         self._seq += 1
+        self.changed = self.changed or verb in CHANGES
         with self._whole():
             handle = self._expect(ranks, verb, phase or verb, stall_s, metered)
             amount = self._wire.send(ranks, self._seq, verb, bodies)

@@ -36,6 +36,10 @@ CONNECT_S = 600.0
 """Time all ranks have to import torch and connect."""
 END_S = 8.0
 """Time the hooks have to write down why the job ends."""
+SAVE_S = 20.0
+"""The same after a signal, when they also save a checkpoint. torchrun kills 30 s after its SIGTERM."""
+STEP_S = 15.0
+"""Time that a step has, after a signal, to finish the updates it has begun and be saved."""
 PROBE_S = 1.0
 """Time for a peer's death to show, before a SIGTERM counts as a preemption. Signals within this time
 are one: a terminal or a batch system sends to torchrun and to us, and torchrun passes it on."""
@@ -159,7 +163,13 @@ class Lead:
         if self.watch and number != signal.SIGINT:
             self.watch.failed.wait(PROBE_S)  # torchrun sends SIGTERM because a rank has died
         error = (self.watch and self.watch.failure) or Interrupted(number)
-        if self.controller.uninterruptible:
+        if self.controller.changed and isinstance(error, Interrupted):
+            # Weights between two steps would resume as neither: the run saves after this one.
+            self.controller.leaving = error
+            limit = threading.Timer(STEP_S, self._end, (error,))
+            limit.daemon = True
+            limit.start()
+        elif self.controller.uninterruptible:
             self.controller.interrupt = error
         else:
             raise error
@@ -172,7 +182,8 @@ class Lead:
             self.watch.taken = True
             error = self._cause_of(error, self.watch)
         code, text, cause = describe(error, self.controller.recipe)
-        deadline = threading.Timer(END_S, os._exit, (code,))  # a hook may hang
+        limit_s = END_S if self.controller.changed or cause["kind"] != "interrupted" else SAVE_S
+        deadline = threading.Timer(limit_s, os._exit, (code,))  # a hook may hang
         deadline.daemon = True
         deadline.start()
         for hook in self.controller.pause_hooks:

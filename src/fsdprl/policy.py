@@ -25,6 +25,8 @@ class Network:
 
     kind = "policy"
     trained = False
+    steady = True
+    """Only an optimizer step or follow() changes it, never sampling or reading: see Tracked.steady."""
     phase = "forward"
     update_phase = "update"
     metrics_prefix = "actor"

@@ -113,6 +113,8 @@ class Run:
             yield self.step
             self._end_step(plan)
             self.step += 1
+            if self.controller.leaving:
+                raise self.controller.leaving
         self.controller.step = self.step
         while self.owed:  # no later step will try again
             part = self._write_checkpoint(self.step)
@@ -161,21 +163,28 @@ class Run:
 
     def _begin_step(self) -> None:
         self.controller.step = self.step
+        self.tracked.remember()
+        self.controller.changed = not self.tracked.steady
         self.folder.set_status("running", phase="training", **self._progress(self.step))
         if self.profile and self.step == self.profile[0]:
             self.controller.call("profile_start", {}).wait()
 
     def _end_step(self, plan: Plan) -> None:
+        self.controller.changed = True  # a signal waits until the step is written down
         if self.profile and self.step == self.profile[1]:
             out = str((self.path / "profile").resolve())
             self.controller.call("profile_stop", {"out": out}).wait()
             self.console.say(f"profile of steps {self.options.profile}: {out}")
         every, done = self.options.save_every, self.step + 1
         due = self.owed or self.stopping or done == plan.steps or (every > 0 and done % every == 0)
+        due = due or self.controller.leaving is not None
         part = self._write_checkpoint(done) if due else None
         self.controller.phases.note_peak()
         written = self._write_metrics(sync=part is not None)
         self.owed = due and not (written and self._commit(part, done))
+        if self.controller.leaving and not due:  # it came while the step's line was written
+            self.owed = not self._save_now(done)
+        self.controller.changed = False
 
     def _commit(self, part: Path | None, done: int) -> bool:
         """Make a written checkpoint count. The step's line is on the disk by now, so that a run
@@ -203,14 +212,19 @@ class Run:
         self.trackers.log(step, numbers)
         return self.lines.append({"step": step} | numbers, sync=sync)
 
-    def _write_checkpoint(self, done: int) -> Path | None:
+    def _save_now(self, done: int, *, remembered: bool = False) -> bool:
+        """A checkpoint out of turn, after a signal. Whether there is one."""
+        part = self._write_checkpoint(done, remembered=remembered)
+        return self.lines.flush(sync=True) and self._commit(part, done)
+
+    def _write_checkpoint(self, done: int, *, remembered: bool = False) -> Path | None:
         """Everything tracked, in a folder that does not count yet. None if the disk refused."""
         made: list[Path] = []
 
         def write() -> None:
             self._check_room()
             made.append(self.folder.checkpoints.begin(done))
-            self.tracked.save(made[0], done)
+            self.tracked.save(made[0], done, remembered=remembered)
             self.folder.checkpoints.seal(made[0], done)
 
         with self.controller.timeline.span("save"):
@@ -242,9 +256,31 @@ class Run:
             self.step
         )
         facts["phase"] = cause.get("phase") or ("training" if self.plan else "starting")
-        self.folder.set_status(state, **facts, cause=cause["message"])
+        self.folder.set_status(state, **facts, cause=cause["message"], saved=self._saved())
+        if cause["kind"] == "interrupted":
+            self._save_on_the_way_out()
+            saved = self._saved()
+            self.folder.set_status(state, **facts, cause=cause["message"], saved=saved)
+            self.console.say(f"the same command continues from step {saved or 0}")
         self.plots.kill()
         self.trackers.close(3.0)
+
+    def _saved(self) -> int | None:
+        """Steps in the newest checkpoint: where the same command goes on. None: at the beginning."""
+        found = self.folder.checkpoints.all()
+        return found[-1][0] if found else None
+
+    def _save_on_the_way_out(self) -> None:
+        """Save what the step under way began with, if no update has touched it and it is not saved.
+
+        The ranks are alive (a dead one is another cause), and save after what they are doing; launch
+        ends the process if that takes too long, and then the last checkpoint stands.
+        """
+        if self.plan is not None and not self.controller.changed and self._saved() != self.step > 0:
+            try:
+                self._save_now(self.step, remembered=self.step < self.plan.steps)
+            except Exception as error:
+                self.console.warn(f"no checkpoint of step {self.step}: {error}")
 
     def _finish(self, plan: Plan) -> None:
         if self.step < plan.steps and not self.stopping:

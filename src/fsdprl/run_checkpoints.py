@@ -4,6 +4,7 @@ A checkpoint is a Hugging Face checkpoint with the trainer's state in `trainer/`
 state in `run.json`, and `manifest.json` with size and sha256 of every other file.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -160,6 +161,7 @@ class Tracked:
     def __init__(self) -> None:
         self.models: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
+        self._remembered: dict[str, Any] | None = None
 
     def add(self, name: str, thing: Any) -> None:
         if name in self.models or name in self.states:
@@ -174,15 +176,32 @@ class Tracked:
                 f"state_dict() and load_state_dict()"
             )
 
+    @property
+    def steady(self) -> bool:
+        """Whether all models hold, until the first update of a step, what they held when it began."""
+        return all(getattr(model, "steady", False) for model in self.models.values())
+
+    def remember(self) -> None:
+        """Keep the small states as they are when a step begins, for a save in the midst of it."""
+        self._remembered = {
+            name: copy.deepcopy(thing.state_dict()) for name, thing in self.states.items()
+        }
+
     def place(self, name: str, folder: Path) -> Path:
         return folder if name == next(iter(self.models)) else folder / name
 
-    def save(self, folder: Path, step: int) -> None:
+    def save(self, folder: Path, step: int, *, remembered: bool = False) -> None:
+        """Write everything; remembered: small states as of remember().
+
+        UserError where a state is not JSON; OSError where the disk refuses.
+        """
         for name, model in self.models.items():
             place = self.place(name, folder)
             place.mkdir(exist_ok=True)
             model.save(place)
         states = {name: thing.state_dict() for name, thing in self.states.items()}
+        if remembered and self._remembered is not None:
+            states = self._remembered
         for name, state in states.items():
             try:
                 json.dumps(state, allow_nan=False)
