@@ -14,10 +14,10 @@ from pathlib import Path
 import faulty_rewards as rewards
 import pytest
 
+import fsdprl
 from fsdprl.errors import UserError
 from fsdprl.functions import FunctionRef, function_ref
 from fsdprl.grading import Grader, RewardError
-from fsdprl.launch import launch
 from fsdprl.options import RewardOptions
 from fsdprl.sample import Sample
 
@@ -278,4 +278,4 @@ def test_a_recipes_own_function_and_its_end(tmp_path: Path, end: str):
 def test_a_recipe_that_launches_when_imported_is_told_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FSDPRL_REWARD_PROCESS", "1")
     with pytest.raises(UserError, match=r'under if __name__ == "__main__"'):
-        launch(lambda cfg: None, RewardOptions)
+        fsdprl.launch(lambda cfg: None, RewardOptions)

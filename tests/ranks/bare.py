@@ -3,7 +3,9 @@
 import sys
 import types
 
-for _name in ("rows", "learn", "rollout", "profiling"):
+NAMES = "blending feeding learn moving profiling rewording rollout row_files rows"
+
+for _name in NAMES.split():
     _module = types.ModuleType(f"fsdprl.{_name}")
     _module.VERBS = {}  # type: ignore[attr-defined]
     sys.modules[_module.__name__] = _module
