@@ -66,7 +66,8 @@ class Bench:
         """The same through `LLM.generate`."""
         prompts = [part.tolist() for part in self.ids.split(self.lengths.tolist())]
         requests = [{"prompt_token_ids": prompts[i // 8]} for i in range(len(self.seeds))]
-        wanted = [{"seed": seed, "logprobs": 0} if as_ours else {} for seed in self.seeds.tolist()]
+        same = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
+        wanted = [{"seed": seed} | same if as_ours else {} for seed in self.seeds.tolist()]
         parameters = [self.vllm.SamplingParams(max_tokens=self.most, **each) for each in wanted]
         outputs = self.rank.engine.llm.generate(requests, parameters, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
