@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fsdprl import run as run_module
+from fsdprl.comparing import repeatable
 from fsdprl.config import Flags
 from fsdprl.console import Console
 from fsdprl.controller import Controller, set_current
@@ -171,14 +172,7 @@ class Undrawn:
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if not k.startswith(("timing/", "memory/")) and not k.endswith("_tps")
-        }
-        for row in read_lines(path / "metrics.jsonl")
-    ]
+    return [repeatable(row) for row in read_lines(path / "metrics.jsonl")]
 
 
 def steps_of(path: Path) -> list[int]:

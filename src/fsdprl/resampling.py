@@ -120,7 +120,8 @@ class GroupPool:
         if self.carried is not None:
             positions = self.carried.by_rank()
             payload = [
-                {"rows": self.carried.row_ids[where], "folder": str(folder)} for where in positions
+                {"rows": self.carried.row_ids[where], "names": where, "folder": str(folder)}
+                for where in positions
             ]
             current().call("rows.save", payload, phase="save").wait()
 
@@ -128,7 +129,7 @@ class GroupPool:
         """Restore what save wrote, on any number of ranks."""
         table = json.loads((folder / TABLE).read_text())
         self.cursor, self.new = table["cursor"], []
-        self.carried = batch_of(table, folder) if "row_ids" in table else None
+        self.carried = batch_of(table, folder) if "ranks" in table else None
 
 
 def no_rows() -> Batch:
@@ -138,13 +139,16 @@ def no_rows() -> Batch:
 
 
 def table_of(batch: Batch) -> dict:
-    """The controller's part of a batch as JSON: Python writes float64 so that it reads the same."""
+    """The controller's part of a batch as JSON: Python writes float64 so that it reads the same.
+
+    Rows and units go by their place in the batch: row ids are this process's own.
+    """
+    own = batch.columns | {"unit": _places(batch.columns["unit"])}
     columns = {
         name: {"dtype": str(values.dtype).removeprefix("torch."), "values": values.tolist()}
-        for name, values in batch.columns.items()
+        for name, values in sorted(own.items())
     }
     return {
-        "row_ids": batch.row_ids.tolist(),
         "ranks": batch.ranks.tolist(),
         "columns": columns,
         "token_columns": sorted(batch.token_columns),
@@ -160,13 +164,7 @@ def batch_of(table: dict, folder: Path) -> Batch:
         name: torch.tensor(column["values"], dtype=getattr(torch, column["dtype"]))
         for name, column in table["columns"].items()
     }
-    # Units were named by rows of another process: name them by where they first stand here.
-    _, unit = columns["unit"].unique(return_inverse=True)
-    first = torch.full((len(unit),), len(unit)).scatter_reduce(
-        0, unit, torch.arange(len(unit)), "amin"
-    )
-    columns["unit"] = lease.start + first[unit]
-    old = torch.tensor(table["row_ids"])
+    columns["unit"] += lease.start
     payload = []
     for rank in range(controller.world_size):
         here = lease.ranks == rank
@@ -174,9 +172,17 @@ def batch_of(table: dict, folder: Path) -> Batch:
             {
                 "folder": str(folder),
                 "saved_by": saved[here].unique().tolist(),
-                "old": old[here],
+                "old": here.nonzero().flatten(),
                 "new": lease.row_ids[here],
             }
         )
     controller.call("rows.load", payload, phase="load").wait()
     return Batch.of(lease, columns, table["token_columns"])
+
+
+def _places(unit: torch.Tensor) -> torch.Tensor:
+    """Units named by the place at which each first stands, int64 [N]."""
+    _, number = unit.unique(return_inverse=True)
+    places = torch.arange(len(number))
+    first = torch.full((len(number),), len(number)).scatter_reduce(0, number, places, "amin")
+    return first[number]

@@ -15,15 +15,16 @@ def file_of(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}.rows"
 
 
-def save(worker: Worker, *, rows: Tensor, folder: str) -> None:
-    """Write these rows, in the encoding in which ranks trade them."""
+def save(worker: Worker, *, rows: Tensor, names: Tensor, folder: str) -> None:
+    """Write these rows under these names, in the encoding in which ranks trade them."""
     if len(rows):
-        encoded = encode_rows([(i, worker.store.rows[i]) for i in rows.tolist()])
+        named = zip(names.tolist(), rows.tolist(), strict=True)
+        encoded = encode_rows([(name, worker.store.rows[i]) for name, i in named])
         file_of(folder, worker.world.rank).write_bytes(encoded.numpy().tobytes())
 
 
 def load(worker: Worker, *, folder: str, saved_by: Sequence[int], old: Tensor, new: Tensor) -> None:
-    """Put rows that these ranks saved into the store, under new ids."""
+    """Put the rows that these ranks saved under `old` names into the store, under new ids."""
     names = dict(zip(old.tolist(), new.tolist(), strict=True))
     for rank in saved_by:
         data = bytearray(file_of(folder, rank).read_bytes())
