@@ -43,6 +43,11 @@ parity:
 faults:
     .venv/bin/python -m pytest -m faults
 
+# Every recipe, interrupted, killed and started again, is the run nobody disturbed. Ten minutes.
+resume:
+    .venv/bin/python -m pytest -m "slow or not slow" tests/recipes/test_exact_resume.py
+    test ! -x .venv-vllm/bin/python || .venv-vllm/bin/python -m pytest -m "vllm and slow" tests/engines/test_vllm_recipes.py -k resumes
+
 # Tests that need an accelerator.
 gpu:
     .venv/bin/python -m pytest -m gpu

@@ -139,8 +139,8 @@ def in_new_process(args: argparse.Namespace) -> list[float]:
     return json.loads(run(command, args).splitlines()[-1])
 
 
-def recipe_seconds(args: argparse.Namespace, ranks: int) -> list[float]:
-    """timing/all of each step of recipes/grpo.py on so many ranks."""
+def recipe_seconds(args: argparse.Namespace, ranks: int, *switches: str) -> list[float]:
+    """timing/all of each step of recipes/grpo.py on so many ranks, with these flags more."""
     start = [sys.executable]
     if ranks > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -166,6 +166,7 @@ def recipe_seconds(args: argparse.Namespace, ranks: int) -> list[float]:
             "run.out": Path(folder) / "run",
         }
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        words += switches
         run([*start, str(ROOT / "recipes" / "grpo.py"), *words], args)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
@@ -186,6 +187,19 @@ def run(command: list[str], args: argparse.Namespace) -> str:
     return done.stdout
 
 
+def cost_of_determinism(args: argparse.Namespace) -> None:
+    """The recipe on one rank and on two, with and without --run.deterministic, by turns."""
+    for ranks in (1, 2):
+        without, with_it = [], []
+        for _ in range(args.rounds):
+            without.append(median(recipe_seconds(args, ranks)))
+            with_it.append(median(recipe_seconds(args, ranks, "--run.deterministic")))
+        print(
+            f"{ranks} rank{'s' * (ranks > 1)}: {min(without):.3f} s a step, deterministic "
+            f"{min(with_it):.3f} s, ratio {min(with_it) / min(without):.2f}"
+        )
+
+
 def median(seconds: list[float]) -> float:
     """Without the first steps, which allocate and warm up, and the last, which saves."""
     return statistics.median(seconds[SKIP:-1])
@@ -201,6 +215,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0, help="of a process; 0: all cores")
     parser.add_argument("--phases", action="store_true", help="print the recipe's phases as well")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="only: what --run.deterministic costs"
+    )
     parser.add_argument("--plain", action="store_true", help="only the plain loop, as JSON")
     args = parser.parse_args()
     if not (Path(args.model).exists() and args.data.exists()):
@@ -209,6 +226,9 @@ def main() -> None:
         parser.error(f"--steps {args.steps}: at least {SKIP + 2}, the first {SKIP} do not count")
     if args.plain:
         print(json.dumps(plain_seconds(args)))
+        return
+    if args.deterministic:
+        cost_of_determinism(args)
         return
     plain, one, two = [], [], []
     for _ in range(args.rounds):

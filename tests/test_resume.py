@@ -139,8 +139,14 @@ def test_a_changed_recipe_is_kept_beside_the_old_one(tmp_path: Path):
     out = tmp_path / "run"
     killed_at(out, 3)
     (tmp_path / "grpo.py").write_text("print('mended')\n")
-    job = Job(out).open()
-    assert "grpo.py has changed since this run began" in job.said.getvalue()
+    with pytest.raises(UserError) as caught:
+        Job(out).open()
+    assert "the recipe grpo.py has changed:\n      -print('recipe')\n      +print('mended')" in str(
+        caught.value
+    )
+    assert "--run.allow recipe" in str(caught.value)
+    job = Job(out, allow=("recipe",)).open()
+    assert "the recipe grpo.py has changed" in job.said.getvalue()
     assert (out / "grpo.py").read_text() == "print('recipe')\n"
     assert (out / "grpo-from-step-000002.py").read_text() == "print('mended')\n"
     job.abandon()
@@ -356,7 +362,7 @@ def test_too_little_room_is_found_before_ranks_write(
     def during(step: int) -> None:
         if step == 3:
             usage = type("Usage", (), {"free": 1})
-            monkeypatch.setattr("fsdprl.run.shutil.disk_usage", lambda path: usage)
+            monkeypatch.setattr("fsdprl.run_saves.shutil.disk_usage", lambda path: usage)
             job.model.save = lambda folder: saved.append(step)  # pyright: ignore
         if step == 4:
             raise Killed

@@ -6,8 +6,8 @@ files only, so it can run in a thread while training goes on.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +25,7 @@ from fsdprl.safetensors_file import (
     Entry,
     FileLayout,
     Stored,
+    Tally,
     read_stored,
     split_by_size,
     stored_files,
@@ -180,12 +181,23 @@ def take_snapshot(model: Any, plan: SavePlan) -> Snapshot:
     return Snapshot(plan, list(_chunks(_shards_of(model), plan, own=True)), _is_lead(model))
 
 
-def write_snapshot(snapshot: Snapshot, out_dir: str | Path) -> None:
+def write_snapshot(
+    snapshot: Snapshot, out_dir: str | Path, moved: Callable[[], None] = lambda: None
+) -> dict[str, Tally]:
     """Write this rank's bytes into the files under `out_dir` and fsync them. No communication.
 
-    The checkpoint is complete when every rank has returned. Raises OSError naming the file.
+    The checkpoint is complete when every rank has returned. Returns what it wrote, by path, hashed on the way.
+    moved: called after each piece. Raises OSError naming the file.
     """
-    _write(iter(snapshot.chunks), snapshot.plan, Path(out_dir), snapshot.lead)
+    return _write(iter(snapshot.chunks), snapshot.plan, Path(out_dir), snapshot.lead, moved)
+
+
+def stream_snapshot(
+    model: Any, plan: SavePlan, out_dir: str | Path, moved: Callable[[], None] = lambda: None
+) -> dict[str, Tally]:
+    """`take_snapshot` and `write_snapshot` in one, parameter by parameter: extra memory is one shard."""
+    chunks = _chunks(_shards_of(model), plan, own=False)
+    return _write(chunks, plan, Path(out_dir), _is_lead(model), moved)
 
 
 def save_checkpoint(
@@ -201,8 +213,9 @@ def save_checkpoint(
     Streams parameter by parameter: extra memory is one shard. group: the ranks of the model, which
     leave together once all bytes are on disk; None returns when this rank's are.
     """
-    plan = save_plan(model, source_path, dtype=dtype)
-    _stream_out(model, plan, Path(out_dir), group)
+    stream_snapshot(model, save_plan(model, source_path, dtype=dtype), out_dir)
+    if group is not None:
+        dist.barrier(group)
 
 
 def save_tensors(
@@ -216,8 +229,9 @@ def save_tensors(
 
     `load_tensors` reads them back at any number of ranks. group: as in `save_checkpoint`.
     """
-    plan = tensors_plan(tensors, stem=stem)
-    _stream_out(tensors, plan, Path(out_dir), group)
+    stream_snapshot(tensors, tensors_plan(tensors, stem=stem), out_dir)
+    if group is not None:
+        dist.barrier(group)
 
 
 def narrowed_tensors(model: Any, plan: SavePlan) -> dict[str, Tensor]:
@@ -257,26 +271,31 @@ def _chunks(
                 yield number, offset + a * entry.dtype.itemsize, part
 
 
-def _stream_out(model: Any, plan: SavePlan, out_dir: Path, group: dist.ProcessGroup | None) -> None:
-    _write(_chunks(_shards_of(model), plan, own=False), plan, out_dir, _is_lead(model))
-    if group is not None:
-        dist.barrier(group)
-
-
 def _write(
-    chunks: Iterator[tuple[int, int, Tensor]], plan: SavePlan, out_dir: Path, lead: bool
-) -> None:
+    chunks: Iterator[tuple[int, int, Tensor]],
+    plan: SavePlan,
+    out_dir: Path,
+    lead: bool,
+    moved: Callable[[], None],
+) -> dict[str, Tally]:
     """Nobody waits for anybody: each rank creates the files it needs, and ranges do not meet."""
     out_dir.mkdir(parents=True, exist_ok=True)
+    tallies: defaultdict[str, Tally] = defaultdict(Tally)
     if lead:
         for layout in plan.layouts:
-            write_header(out_dir / layout.name, layout)
-        for name, data in plan.texts.items():
-            write_whole(out_dir / name, data)
-        for name, file in plan.side_files.items():
-            write_whole(out_dir / name, file.read_bytes())
+            write_header(out_dir / layout.name, layout, tallies[str(out_dir / layout.name)])
+        small = plan.texts | {name: file.read_bytes() for name, file in plan.side_files.items()}
+        for name, data in small.items():
+            write_whole(out_dir / name, data, tallies[str(out_dir / name)])
+
+    def pieces(of_file: Iterator[tuple[int, int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        for _, position, tensor in of_file:
+            yield position, tensor
+            moved()
+
     for number, of_file in groupby(chunks, key=lambda chunk: chunk[0]):
-        parts = ((position, tensor) for _, position, tensor in of_file)
-        write_ranges(out_dir / plan.layouts[number].name, parts)
+        path = out_dir / plan.layouts[number].name
+        write_ranges(path, pieces(of_file), tallies[str(path)])
     if lead:
         sync_folder(out_dir)
+    return dict(tallies)

@@ -123,6 +123,8 @@ class Controller:
         """The ranks' kind of device, known once they have started."""
         self.step = 0
         """The training step under way; for seeds and for the cause of a failure."""
+        self.redrawn = 0
+        """How often the run was resumed without its random numbers; for seeds."""
         self.report: list[tuple[str, list[str]]] = []
         """What --dry-run shows: titles and lines, appended by whoever knows something."""
         self.facts: dict[str, Any] = {}
@@ -188,7 +190,7 @@ class Controller:
             raise self._watch.failure
         self._seq += 1
         self.changed = self.changed or verb in CHANGES
-        with self._whole():
+        with self.whole():
             handle = self._expect(ranks, verb, phase or verb, stall_s, metered)
             amount = self._wire.send(ranks, self._seq, verb, bodies)
         self.timeline.count("wire.sent" if metered else "wire.peek", amount)
@@ -215,7 +217,7 @@ class Controller:
         self._poller.poll()
         if self._watch.failure:
             raise self._watch.failure
-        with self._whole():
+        with self.whole():
             while (reply := self._wire.receive()) is not None:
                 self._take(*reply)
 
@@ -252,14 +254,14 @@ class Controller:
             )
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """Hold a signal's exception back: half a message, or a verb to half of the ranks, is worse."""
-        self.uninterruptible = True
+        outer, self.uninterruptible = self.uninterruptible, True
         try:
             yield
         finally:
-            self.uninterruptible = False
-        if self.interrupt:
+            self.uninterruptible = outer
+        if self.interrupt and not outer:
             interrupt, self.interrupt = self.interrupt, None
             raise interrupt
 

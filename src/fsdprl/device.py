@@ -87,6 +87,12 @@ def reset_peak_memory() -> None:
         return
 
 
+def can_ignore_batch() -> bool:
+    """Whether vLLM has kernels there whose result does not depend on the rest of the batch (VLLM_BATCH_INVARIANT)."""
+    kind = device_type()
+    return kind == "xpu" or (kind == "cuda" and _vendor().get_device_capability() >= (8, 0))
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Whether torch's one-pass AdamW runs there: on CPU four times faster than tensor by tensor."""
     return device.type in ("cpu", "cuda")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from fsdprl import config
+from fsdprl import config, determinism
 from fsdprl.breakpoints import breakpoints
 from fsdprl.controller import Controller, set_current
 from fsdprl.endings import describe
@@ -64,7 +64,7 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         fields = dataclasses.asdict(cfg)  # pyright: ignore[reportArgumentType]
         options = getattr(cfg, "run", None)
         if isinstance(options, RunOptions) and not flags.dry_run:
-            preflight(options, fields, quiet=world.rank != 0)
+            preflight(options, fields, quiet=world.rank != 0, restarted=world.restart > 0)
         recipe = Path(str(getattr(sys.modules[main.__module__], "__file__", None))).resolve()
         if not recipe.is_file():
             raise UserError("launch(main, ...): main must be in a file, which every rank runs")
@@ -74,6 +74,9 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         return
     if world.torchrun:
         die_with_parent()
+    deterministic = isinstance(options, RunOptions) and options.deterministic
+    if deterministic:
+        determinism.prepare()
     faulthandler.enable()
     joining = Joining(world, flags, recipe, seed=int(getattr(cfg, "seed", 0)))
     if world.rank != 0:
@@ -81,7 +84,7 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         return
     stall_s = float(getattr(options, "stall_timeout_s", 600.0))
     controller = Controller(world, flags=flags, config=fields, recipe=recipe, stall_s=stall_s)
-    Lead(joining, controller).run(lambda: main(cfg))
+    Lead(joining, controller, deterministic=deterministic).run(lambda: main(cfg))
 
 
 def _refuse(world: World, error: UserError | SystemExit) -> NoReturn:
@@ -98,8 +101,10 @@ def _refuse(world: World, error: UserError | SystemExit) -> NoReturn:
 class Lead:
     """Rank 0: start the ranks, run main, and turn whatever happens into one end of the job."""
 
-    def __init__(self, joining: Joining, controller: Controller) -> None:
-        self.joining, self.controller = joining, controller
+    def __init__(
+        self, joining: Joining, controller: Controller, *, deterministic: bool = False
+    ) -> None:
+        self.joining, self.controller, self.deterministic = joining, controller, deterministic
         self.watch: Watch | None = None
         self._server: threading.Thread | None = None
         self._signal: tuple[int, float] | None = None
@@ -142,8 +147,11 @@ class Lead:
             raise watch.absence(f"within {CONNECT_S:g} s")
         check_same_files(watch)
         self.controller.ready().wait()
-        started = self.controller.call("start", {}, phase="start").wait()
+        payload = {"deterministic": True} if self.deterministic else {}
+        started = self.controller.call("start", payload, phase="start").wait()
         self.controller.device_type = started[0]["device"]
+        if self.deterministic:  # sums of matrix products depend on it
+            self.controller.facts["threads"] = started[0]["threads"]
         self.controller.timeline.drain()
 
     def _stop(self) -> None:

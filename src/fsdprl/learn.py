@@ -1,4 +1,4 @@
-"""Worker verbs over models: build, log-probs, values, forward_backward, optim_step, save, load."""
+"""Worker verbs over models: build, log-probs, values, forward_backward, optim_step, load."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdprl.checkpoint_io import load_tensors, load_weights
-from fsdprl.checkpoint_save import (
-    narrowed_tensors,
-    save_plan,
-    save_tensors,
-    take_snapshot,
-    write_snapshot,
-)
+from fsdprl.checkpoint_save import narrowed_tensors, save_plan
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.losses import RowLoss
 from fsdprl.mesh import shard_mesh
@@ -207,25 +201,12 @@ def optim_step(
     return optimizer.step(lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
 
 
-def save(worker: Worker, *, model: str, out: str) -> None:
-    """Write this rank's bytes of the Hugging Face checkpoint and, in trainer/, of what training needs besides.
-
-    trainer/ holds the optimizer's tensors, and the float32 masters where the model files are narrower.
-    """
-    m, folder = worker.models[model], Path(out)
-    plan = save_plan(m.network, m.path)
-    write_snapshot(take_snapshot(m.network, plan), folder)
-    if m.optimizer is not None:
-        save_tensors(m.optimizer.state_tensors(), folder / "trainer")
-    if masters := narrowed_tensors(m.network, plan):
-        save_tensors(masters, folder / "trainer", stem="masters")
-
-
-def load(worker: Worker, *, model: str, path: str) -> None:
-    """Put a saved step back into the live model: weights, and what training needs besides."""
+def load(worker: Worker, *, model: str, path: str, optimizer: bool = True) -> None:
+    """Put a saved step (see writing.save) back into the live model: weights, float32 masters where the files are
+    narrower, and the optimizer's state if it has one and is to get it."""
     m, folder = worker.models[model], Path(path)
     load_weights(m.network, folder)
-    if m.optimizer is not None:
+    if m.optimizer is not None and optimizer:
         m.optimizer.load_state_tensors(
             load_tensors(m.optimizer.state_tensors(), folder / "trainer")
         )
@@ -247,6 +228,5 @@ VERBS: dict[str, Callable[..., Any]] = {
     "model.forward": forward,
     "model.forward_backward": forward_backward,
     "model.optim_step": optim_step,
-    "model.save": save,
     "model.load": load,
 }

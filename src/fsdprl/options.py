@@ -111,8 +111,22 @@ class RunOptions:
     """Steps between checkpoints (0: only at the end)."""
     keep: int = 0
     """Checkpoints to keep, oldest deleted first (0: all)."""
+    keep_best: str = ""
+    """Keep, beside those, the checkpoint with the best value of this metric, as checkpoints/best: eval/reward. Lower
+    is better where the name ends in loss; NAME:min and NAME:max say it. Measured in steps that save."""
+    background_save: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory; off needs no copy."""
     resume: str = "auto"
     """auto: continue an unfinished folder; never: refuse an occupied one; or a checkpoint folder to start from."""
+    forget: tuple[Literal["optimizer", "rng", "progress"], ...] = field(default=())
+    """What of the checkpoint of --run.resume is not restored. optimizer: moments begin at zero. rng: answers are
+    drawn with other seeds. progress: steps, place in the data, KL coefficient and the like begin anew. All three:
+    weights only."""
+    allow: tuple[str, ...] = field(default=())
+    """What may differ from the run that a folder holds, by name: options such as lr or data, and recipe."""
+    deterministic: bool = False
+    """The same numbers to the bit whenever this command runs, on as many ranks and threads: kernels that add in a fixed
+    order. A run that was interrupted then ends like one that was not. BENCHMARKS.md has its cost."""
     log_every: int = 1
     """Steps between console lines; metrics.jsonl has every step."""
     track: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = field(default=())

@@ -15,6 +15,7 @@ from fsdprl.device import device_type
 from fsdprl.dryrun import memory_estimate
 from fsdprl.functions import positional_names
 from fsdprl.options import DType, ShardingOptions
+from fsdprl.run_saves import collect
 
 MADE = {"policy": ("logp", "entropy"), "value": ("value",), "reward": ("score",)}
 """Columns that a forward pass makes and a loss may ask for by name."""
@@ -93,15 +94,36 @@ class Network:
         batch.token_columns |= set(out.values())
         return batch.gather(positions, replies) if replies[0] is not None else None
 
-    def save(self, folder: Path | str) -> None:
-        """Write a Hugging Face checkpoint, in the source's dtype, and the trainer state in its trainer/ folder."""
+    def begin_save(self, folder: Path | str, *, background: bool = True) -> None:
+        """Have the ranks write what `save` writes; background: in threads, from a copy. `run_saves.collect` says how
+        it went, and must be asked before the next one begins."""
         current().phases.train(self.name, optimizer=self.trained)
-        current().call("model.save", {"model": self.name, "out": str(folder)}, phase="save").wait()
+        out = str(Path(folder).resolve())
+        payload = {"model": self.name, "out": out, "background": background}
+        current().call("model.save", payload, phase="save").wait()
+
+    def save(self, folder: Path | str) -> None:
+        """Write a Hugging Face checkpoint, in the source's dtype, and the trainer state in its trainer/ folder.
+
+        Raises OSError where the disk refuses.
+        """
+        self.begin_save(folder, background=False)
+        written = collect(wait=True)
+        if written and written.error:
+            raise written.error
 
     def load(self, folder: Path | str) -> None:
         """Restore what save wrote."""
-        current().phases.train(self.name, optimizer=self.trained, changes=True)
-        current().call("model.load", {"model": self.name, "path": str(folder)}, phase="load").wait()
+        self._load(folder, optimizer=self.trained)
+
+    def load_weights(self, folder: Path | str) -> None:
+        """Restore of what save wrote the weights alone (float32 masters, if there are any)."""
+        self._load(folder, optimizer=False)
+
+    def _load(self, folder: Path | str, *, optimizer: bool) -> None:
+        current().phases.train(self.name, optimizer=optimizer, changes=True)
+        payload = {"model": self.name, "path": str(folder), "optimizer": optimizer}
+        current().call("model.load", payload, phase="load").wait()
 
 
 class Trained(Network):

@@ -60,17 +60,25 @@ class Patience:
         try:
             action()
         except OSError as error:
-            self.failures += 1
-            reason = f"{self.what}: {error.strerror or error}"
-            if self.failures >= self.times:
-                raise UserError(
-                    f"{reason}, {self.failures} times in a row. Free space (or mend the folder) "
-                    f"and give the same command again: it continues from the last checkpoint"
-                ) from error
-            self.warn(f"{reason}; trying again after the next step")
+            self.failed(error)
             return False
-        self.failures = 0
+        self.worked()
         return True
+
+    def failed(self, error: OSError) -> None:
+        """Warn, or raise UserError for the last time in a row."""
+        self.failures += 1
+        reason = f"{self.what}: {error.strerror or error}"
+        if self.failures >= self.times:
+            raise UserError(
+                f"{reason}, {self.failures} times in a row. Free space (or mend the folder) "
+                f"and give the same command again: it continues from the last checkpoint"
+            ) from error
+        self.warn(f"{reason}; trying again after the next step")
+
+    def worked(self) -> None:
+        """Count from the beginning."""
+        self.failures = 0
 
 
 class JsonLines:

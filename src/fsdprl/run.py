@@ -11,9 +11,6 @@ step 0 is the initial model, and what is logged after the loop stands at step `s
 step-000100 holds the weights after 100 steps, and a run restored from it begins with step 100.
 """
 
-import errno
-import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,14 +23,17 @@ from fsdprl.metrics import StepMetrics, counted, jsonable, throughput, timings
 from fsdprl.options import RunOptions
 from fsdprl.plan import Plan
 from fsdprl.plots import Plots
-from fsdprl.records import JsonLines, Patience
+from fsdprl.records import JsonLines, read_lines
 from fsdprl.run_checkpoints import Tracked
 from fsdprl.run_folder import RunFolder, finished_message, profile_window
+from fsdprl.run_saves import Best, Saves
 from fsdprl.tracker import Trackers
 
 if TYPE_CHECKING:
     from fsdprl.batch import Batch
 
+UNHARMED = ("interrupted", "exit", "user", "error")
+"""Causes of an end with which all ranks still answer."""
 SHOWN = ("prompt", "response", "answer", "reward", "length", "truncated")
 
 
@@ -60,6 +60,7 @@ class Run:
             config=self.controller.config,
             recipe=self.controller.recipe,
             world_size=self.controller.world_size,
+            restarted=self.controller.world.restart > 0,
             say=self.console.say,
             warn=self.console.warn,
         )
@@ -72,8 +73,14 @@ class Run:
         self.shown = JsonLines(self.folder.completions / "shown.jsonl", self.console.warn)
         self.trackers = Trackers(options.track, self.path, self.console.warn)
         self.plots = Plots(self.path, self.console.warn)
-        self.saving = Patience("saving a checkpoint", self.console.warn)
-        self.owed = False  # a checkpoint that could not be written
+        self.saves = Saves(
+            self.folder.checkpoints,
+            self.tracked,
+            self.console.warn,
+            keep=options.keep,
+            best=Best(options.keep_best, options.save_every),
+        )
+        self.saves.committed = self.plots.draw
         self.controller.on_exit.append(self._exit)
         self.controller.pause_hooks.append(self.console.pause)
 
@@ -116,9 +123,9 @@ class Run:
             if self.controller.leaving:
                 raise self.controller.leaving
         self.controller.step = self.step
-        while self.owed:  # no later step will try again
-            part = self._write_checkpoint(self.step)
-            self.owed = not (self.lines.flush(sync=True) and self._commit(part, self.step))
+        self.saves.poll(wait=True)
+        while self.saves.owed:  # no later step will try again
+            self._save_now(self.step)
 
     def stop(self) -> None:
         """Make the current step the last one: it is finished, saved, and the run counts as finished."""
@@ -128,6 +135,8 @@ class Run:
         """Numbers of the current step. A name logged again in a step is averaged (*/max and */min keep
         the extreme); after the last step, numbers go to a line of their own."""
         self.metrics.add(metrics)
+        if not self.controller.flags.dry_run:
+            self.saves.poll()  # the earlier a checkpoint counts, the less a kill can cost
 
     def record(self, batch: "Batch") -> None:
         """Every rank appends its rows of this batch to completions/."""
@@ -153,7 +162,10 @@ class Run:
         if self.folder.restore:
             if self.restored > plan.steps:
                 self.console.warn(f"{self.path} has {self.restored} steps, more than {plan.steps}")
-            self.tracked.load(self.folder.restore[1])
+            self.tracked.load(self.folder.restore[1], self.folder.forget)
+            self.controller.redrawn = self.tracked.redrawn
+        for row in read_lines(self.folder.metrics) if self.options.keep_best else ():
+            self.saves.note(row["step"], row)
         self.folder.note(**self.controller.facts)
         self.trackers.start(self.folder.config, self.folder.facts["id"], self.restored)
         self.began = time.monotonic()
@@ -176,24 +188,17 @@ class Run:
             self.controller.call("profile_stop", {"out": out}).wait()
             self.console.say(f"profile of steps {self.options.profile}: {out}")
         every, done = self.options.save_every, self.step + 1
-        due = self.owed or self.stopping or done == plan.steps or (every > 0 and done % every == 0)
-        due = due or self.controller.leaving is not None
-        part = self._write_checkpoint(done) if due else None
+        last = self.stopping or done == plan.steps or self.controller.leaving is not None
+        due = self.saves.owed or last or (every > 0 and done % every == 0)
+        begun = due and self._begin_save(done, background=not last)
         self.controller.phases.note_peak()
-        written = self._write_metrics(sync=part is not None)
-        self.owed = due and not (written and self._commit(part, done))
+        written = self._write_metrics(sync=begun)
+        self.saves.record(written)
         if self.controller.leaving and not due:  # it came while the step's line was written
-            self.owed = not self._save_now(done)
+            self._save_now(done)
+        if self.controller.leaving:
+            self.saves.poll(wait=True)
         self.controller.changed = False
-
-    def _commit(self, part: Path | None, done: int) -> bool:
-        """Make a written checkpoint count. The step's line is on the disk by now, so that a run
-        resumed from it misses none."""
-        checkpoints, keep = self.folder.checkpoints, self.options.keep
-        if part is None or not self.saving.attempt(lambda: checkpoints.commit(part, done, keep)):
-            return False
-        self.plots.draw()
-        return True
 
     def _write_metrics(self, *, sync: bool) -> bool:
         """Close the step's metrics. False if they wait for room on the disk."""
@@ -210,35 +215,21 @@ class Run:
     def _publish(self, step: int, metrics: Mapping[str, float], *, sync: bool) -> bool:
         numbers = jsonable(metrics)
         self.trackers.log(step, numbers)
-        return self.lines.append({"step": step} | numbers, sync=sync)
+        written = self.lines.append({"step": step} | numbers, sync=sync)
+        self.saves.note(step, numbers, last=self.plan is not None and step == self.plan.steps)
+        return written
 
-    def _save_now(self, done: int, *, remembered: bool = False) -> bool:
-        """A checkpoint out of turn, after a signal. Whether there is one."""
-        part = self._write_checkpoint(done, remembered=remembered)
-        return self.lines.flush(sync=True) and self._commit(part, done)
-
-    def _write_checkpoint(self, done: int, *, remembered: bool = False) -> Path | None:
-        """Everything tracked, in a folder that does not count yet. None if the disk refused."""
-        made: list[Path] = []
-
-        def write() -> None:
-            self._check_room()
-            made.append(self.folder.checkpoints.begin(done))
-            self.tracked.save(made[0], done, remembered=remembered)
-            self.folder.checkpoints.seal(made[0], done)
-
+    def _begin_save(self, done: int, *, background: bool, remembered: bool = False) -> bool:
+        """Have everything tracked copied and written; whether that began."""
+        background = background and self.options.background_save
         with self.controller.timeline.span("save"):
             self.folder.set_status("running", phase="save", **self._progress(done))
-            return made[0] if self.saving.attempt(write) else None
+            return self.saves.begin(done, background=background, remembered=remembered)
 
-    def _check_room(self) -> None:
-        """OSError if there is less room than the last checkpoint took: found out before ranks write."""
-        last = self.folder.checkpoints.all()[-1:]
-        need = sum(
-            path.stat().st_size for _, top in last for path in top.rglob("*") if path.is_file()
-        )
-        if shutil.disk_usage(self.path).free < need:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {need / 1e9:.3g} GB")
+    def _save_now(self, done: int, *, remembered: bool = False) -> None:
+        """A checkpoint out of turn, after a signal or a full disk."""
+        if self._begin_save(done, background=False, remembered=remembered):
+            self.saves.record(self.lines.flush(sync=True))
 
     def _progress(self, step: int) -> dict[str, Any]:
         return {"step": step, "steps": self.plan.steps if self.plan else None}
@@ -257,11 +248,12 @@ class Run:
         )
         facts["phase"] = cause.get("phase") or ("training" if self.plan else "starting")
         self.folder.set_status(state, **facts, cause=cause["message"], saved=self._saved())
-        if cause["kind"] == "interrupted":
-            self._save_on_the_way_out()
+        if cause["kind"] in UNHARMED:
+            self._save_on_the_way_out(new=cause["kind"] == "interrupted")
             saved = self._saved()
             self.folder.set_status(state, **facts, cause=cause["message"], saved=saved)
-            self.console.say(f"the same command continues from step {saved or 0}")
+        if cause["kind"] == "interrupted":
+            self.console.say(f"the same command continues from step {self._saved() or 0}")
         self.plots.kill()
         self.trackers.close(3.0)
 
@@ -270,17 +262,21 @@ class Run:
         found = self.folder.checkpoints.all()
         return found[-1][0] if found else None
 
-    def _save_on_the_way_out(self) -> None:
-        """Save what the step under way began with, if no update has touched it and it is not saved.
+    def _save_on_the_way_out(self, *, new: bool) -> None:
+        """Finish the checkpoint under way. new: and save what the step under way began with, if no update has
+        touched it and it is not saved.
 
         The ranks are alive (a dead one is another cause), and save after what they are doing; launch
         ends the process if that takes too long, and then the last checkpoint stands.
         """
-        if self.plan is not None and not self.controller.changed and self._saved() != self.step > 0:
-            try:
+        try:
+            self.saves.poll(wait=True)
+            untouched = self.plan is not None and not self.controller.changed
+            if new and untouched and self._saved() != self.step > 0:
+                assert self.plan
                 self._save_now(self.step, remembered=self.step < self.plan.steps)
-            except Exception as error:
-                self.console.warn(f"no checkpoint of step {self.step}: {error}")
+        except Exception as error:
+            self.console.warn(f"no checkpoint of step {self.step}: {error}")
 
     def _finish(self, plan: Plan) -> None:
         if self.step < plan.steps and not self.stopping:

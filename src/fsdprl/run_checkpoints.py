@@ -1,29 +1,28 @@
-"""Checkpoint folders that are whole or absent: written aside, hashed, renamed; verified on the way back.
+"""Checkpoint folders that are whole or absent: written aside, sealed, renamed; verified on the way back.
 
 A checkpoint is a Hugging Face checkpoint with the trainer's state in `trainer/`, the run's own small
-state in `run.json`, and `manifest.json` with size and sha256 of every other file.
+state in `run.json`, and `manifest.json` with size and sha256 of every other file (manifest.py).
 """
 
 import copy
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from fsdprl.errors import UserError
+from fsdprl.manifest import verify
 from fsdprl.records import read_json, sync_folder, write_atomic, write_json
 
 NAME = re.compile(r"step-(\d{6,})")
-MANIFEST = "manifest.json"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 
 
 def folder_name(step: int) -> str:
+    """step-000100"""
     return f"step-{step:06d}"
 
 
@@ -51,28 +50,30 @@ class Checkpoints:
         part.mkdir()
         return part
 
-    def seal(self, part: Path, step: int) -> None:
-        """Flush every file of the folder to disk and write its manifest."""
-        files = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            facts = list(pool.map(lambda name: fingerprint(part / name, sync=True), files))
-        write_json(part / MANIFEST, {"step": step, "files": dict(zip(files, facts, strict=True))})
-        for folder in {path.parent for path in part.rglob("*")}:
-            sync_folder(folder)
-
-    def commit(self, part: Path, step: int, keep: int = 0) -> Path:
-        """Rename the folder into place, point `latest` at it and delete what exceeds `keep` (0: none)."""
+    def commit(self, part: Path, step: int, keep: int = 0, best: Path | None = None) -> Path:
+        """Rename the folder into place, point `latest` at it and delete what exceeds `keep` (0: none) but `best`."""
         final = self.folder / folder_name(step)
         if final.exists():
             set_aside(final)
         os.rename(part, final)
         point(self.folder / LATEST, final.name)
         sync_folder(self.folder)
+        self.prune(keep, best)
+        return final
+
+    def prune(self, keep: int, best: Path | None) -> None:
+        """Delete the oldest checkpoints but `best`, until there are `keep` beside it (0: delete none)."""
         for _, path in self.all()[: -keep if keep else 0]:
+            if path == best:
+                continue
             # Renamed first: a crash half way leaves no folder that looks like a checkpoint.
             doomed = path.rename(self.folder / f".{path.name}.part")
             shutil.rmtree(doomed, ignore_errors=True)
-        return final
+
+    def point_best(self, path: Path, keep: int) -> None:
+        """Make `best` a link to this checkpoint, which outlives the `keep` newest ones."""
+        point(self.folder / BEST, path.name)
+        self.prune(keep, path)
 
     def newest_whole(self, warn: Callable[[str], None]) -> tuple[int, Path] | None:
         """The newest checkpoint that verifies; damaged ones are named.
@@ -101,38 +102,6 @@ class Checkpoints:
                 set_aside(path)
 
 
-def fingerprint(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    """Size in bytes and sha256 of a file."""
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
-
-
-def verify(path: Path) -> str:
-    """What is wrong with a checkpoint folder, or "" if every file is as its manifest says."""
-    manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return f"{MANIFEST} is missing or unreadable"
-
-    def faults() -> Iterator[str]:
-        for name, expected in manifest["files"].items():
-            file = path / name
-            if not file.is_file():
-                yield f"{name} is missing"
-            elif file.stat().st_size != expected["bytes"]:
-                yield f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
-        # Sizes first, as they cost nothing.
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            paths = [path / name for name in manifest["files"]]
-            for name, fact in zip(manifest["files"], pool.map(fingerprint, paths), strict=True):
-                if fact["sha256"] != manifest["files"][name]["sha256"]:
-                    yield f"the contents of {name} have changed (sha256)"
-
-    return next(faults(), "")
-
-
 def set_aside(path: Path) -> None:
     """Rename a checkpoint out of the way without losing it."""
     count = 0
@@ -155,13 +124,16 @@ def point(link: Path, name: str) -> None:
 
 class Tracked:
     """What a run saves and restores beside its step: models by save(dir) and load(dir), small things
-    by state_dict() and load_state_dict(). The first model's checkpoint is the folder itself, any
-    other's a subfolder of its name."""
+    by state_dict() and load_state_dict(). A model whose ranks write by themselves has begin_save(dir,
+    background=...), and run_saves.collect hears of its end. The first model's checkpoint is the
+    folder itself, any other's a subfolder of its name."""
 
     def __init__(self) -> None:
         self.models: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
         self._remembered: dict[str, Any] | None = None
+        self.redrawn = 0
+        """How often a run was resumed without its random numbers: part of every seed of sampling."""
 
     def add(self, name: str, thing: Any) -> None:
         if name in self.models or name in self.states:
@@ -190,15 +162,26 @@ class Tracked:
     def place(self, name: str, folder: Path) -> Path:
         return folder if name == next(iter(self.models)) else folder / name
 
-    def save(self, folder: Path, step: int, *, remembered: bool = False) -> None:
-        """Write everything; remembered: small states as of remember().
+    @property
+    def asks_ranks(self) -> bool:
+        """Whether ranks write files of their own, and must be asked when they have finished."""
+        return any(hasattr(model, "begin_save") for model in self.models.values())
 
-        UserError where a state is not JSON; OSError where the disk refuses.
+    def save(
+        self, folder: Path, step: int, *, remembered: bool = False, background: bool = False
+    ) -> None:
+        """Write everything, but what begin_save() only began; remembered: small states as of remember().
+
+        background: what ranks write, they write in threads. UserError where a state is not JSON; OSError where the
+        disk refuses.
         """
         for name, model in self.models.items():
             place = self.place(name, folder)
             place.mkdir(exist_ok=True)
-            model.save(place)
+            if hasattr(model, "begin_save"):
+                model.begin_save(place, background=background)
+            else:
+                model.save(place)
         states = {name: thing.state_dict() for name, thing in self.states.items()}
         if remembered and self._remembered is not None:
             states = self._remembered
@@ -209,21 +192,38 @@ class Tracked:
                 raise UserError(
                     f"run.track({name}=...): its state_dict() is not JSON: {error}"
                 ) from None
-        write_json(
-            folder / "run.json", {"step": step, "models": list(self.models), "states": states}
-        )
+        small: dict[str, Any] = {"step": step, "models": list(self.models), "states": states}
+        if self.redrawn:
+            small["redrawn"] = self.redrawn
+        write_json(folder / "run.json", small)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, forget: Collection[str] = ()) -> None:
+        """Restore what save wrote, but what `forget` names: "optimizer" (moments stay as they are), "rng" (what is
+        sampled is drawn with other seeds), "progress" (all but what has load_weights stays as it is).
+
+        UserError where the checkpoint is of other things than are tracked.
+        """
         saved = read_json(folder / "run.json") or {}
         models, states = saved.get("models", []), saved.get("states", {})
-        absent = [name for name in self.models if name not in models]
-        absent += [name for name in self.states if name not in states]
+        wanted_states = {} if "progress" in forget else self.states
+        wanted = {
+            name: model
+            for name, model in self.models.items()
+            if "progress" not in forget or hasattr(model, "load_weights")
+        }
+        absent = [name for name in wanted if name not in models]
+        absent += [name for name in wanted_states if name not in states]
         if absent or models[:1] != list(self.models)[:1]:
             raise UserError(
                 f"{folder} holds {', '.join([*models, *states]) or 'nothing'}, but the recipe tracks "
                 f"{', '.join([*self.models, *self.states])}"
             )
-        for name, model in self.models.items():
-            model.load(self.place(name, folder))
-        for name, thing in self.states.items():
+        for name, model in wanted.items():
+            place = self.place(name, folder)
+            if "optimizer" in forget and hasattr(model, "load_weights"):
+                model.load_weights(place)
+            else:
+                model.load(place)
+        for name, thing in wanted_states.items():
             thing.load_state_dict(states[name])
+        self.redrawn = saved.get("redrawn", 0) + ("rng" in forget)

@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from fsdprl.config import flatten, spelled
+from fsdprl import run_changes
+from fsdprl.config import spelled
 from fsdprl.errors import UserError
 from fsdprl.options import RunOptions
 from fsdprl.records import cut_back, read_json, read_lines, write_json
 from fsdprl.run_checkpoints import Checkpoints, verify
 
-# What a resumed run may change beside run.*: where and how it runs, and how long. Losses and the order of
-# data do not depend on these. Everything else makes another run.
-MAY_CHANGE = ("sharding.", "engine.", "reward.")
-HORIZON = ("steps", "epochs")
+REMEDY = {
+    "engine": "--engine.kind {0}",
+    "threads": "OMP_NUM_THREADS={0} (or leave --run.deterministic out)",
+}
+"""How to have again what a run was begun with, for what is only decided at run time."""
 PACKAGES = ("fsdprl", "torch", "transformers", "vllm", "safetensors", "accelerate")
 
 
@@ -42,12 +44,15 @@ class Found:
     """Whether that is one of this folder's own: the run goes back to it."""
     finished: bool
     """This very run has been here, and is done."""
+    allowed: set[str]
+    """Names of --run.allow."""
 
 
-def examine(options: RunOptions, config: dict[str, Any]) -> Found:
+def examine(options: RunOptions, config: dict[str, Any], *, restarted: bool = False) -> Found:
     """Whether a run of this config may use the folder. Changes nothing.
 
-    Raises UserError if a flag of `options` is out of range, or the folder holds something else.
+    restarted: torchrun has started the same job again, which then continues whatever --run.resume says. Raises
+    UserError if a flag of `options` is out of range, or the folder holds something else.
     """
     for name, least in (("save_every", 0), ("keep", 0), ("log_every", 1)):
         if getattr(options, name) < least:
@@ -55,24 +60,37 @@ def examine(options: RunOptions, config: dict[str, Any]) -> Found:
     profile_window(options.profile)
     path = Path(options.out)
     given = given_checkpoint(options.resume)
+    if options.forget and given is None:
+        raise UserError(
+            "--run.forget: says what of a given checkpoint is left out: give --run.resume CHECKPOINT"
+        )
     known = occupant(path)
-    if known and options.resume == "never":
+    if known and options.resume == "never" and not restarted:
         raise UserError(
             f"--run.out {path}: holds a run already, and --run.resume is never: give another folder"
         )
-    changes = differences(known["config"], as_json(config)) if known else {}
-    refuse_another_run(path, changes)
+    allowed = run_changes.check_allowed(options.allow, as_json(config))
+    changes = run_changes.differences(known["config"], as_json(config)) if known else {}
+    run_changes.refuse(path, run_changes.of_options(changes), allowed)
     inside = given is not None and given.parent == (path / "checkpoints").resolve()
+    if inside and "progress" in options.forget:
+        raise UserError(
+            f"--run.forget progress: {given} is of this run, which then begins anew: give another --run.out"
+        )
+    inside = inside and not restarted  # back to it once, not after every restart
     done = (read_json(path / "status.json") or {}).get("state") == "finished"
-    return Found(known, changes, given, inside, bool(known) and done and not changes and not inside)
+    done = bool(known) and done and not changes and not inside
+    return Found(known, changes, given, inside, done, allowed)
 
 
-def preflight(options: RunOptions, config: dict[str, Any], *, quiet: bool) -> None:
+def preflight(
+    options: RunOptions, config: dict[str, Any], *, quiet: bool, restarted: bool = False
+) -> None:
     """Every rank's look at the folder before torch is imported, so that a wrong one costs a second.
 
     Raises UserError as `examine` does; exits with 0 if the run is finished, which it says unless quiet.
     """
-    if examine(options, config).finished:
+    if examine(options, config, restarted=restarted).finished:
         if not quiet:
             print(finished_message(options), flush=True)
         raise SystemExit(0)
@@ -94,19 +112,6 @@ def occupant(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def refuse_another_run(path: Path, changes: dict[str, tuple[Any, Any]]) -> None:
-    """UserError with every difference that makes this another run."""
-    lines = [
-        f"{spelled(name)}: {old!r} there, {new!r} now"
-        for name, (old, new) in changes.items()
-        if name not in HORIZON and not name.startswith(MAY_CHANGE)
-    ]
-    if lines:
-        lines = [f"--run.out {path}: holds a run of another config:", *lines]
-        lines.append("give another --run.out; with --run.resume CHECKPOINT it begins from there")
-        raise UserError("\n  ".join(lines))
-
-
 def finished_message(options: RunOptions) -> str:
     """What a command is told that has nothing left to do."""
     return f"{options.out}: this run is finished; nothing is left to do"
@@ -124,23 +129,57 @@ class RunFolder:
         world_size: int,
         say: Callable[[str], None],
         warn: Callable[[str], None],
+        restarted: bool = False,
     ) -> None:
-        """config: the recipe's. Raises UserError if the folder holds another run, is in use, or is no
-        run's; `finished` is set when it holds this very run, done."""
+        """config: the recipe's. restarted: as in `examine`. Raises UserError if the folder holds another run, is in
+        use, or is no run's; `finished` is set when it holds this very run, done."""
         self.path, self.say, self.warn = Path(options.out), say, warn
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.metrics, self.completions = self.path / "metrics.jsonl", self.path / "completions"
         self.restore: tuple[int, Path] | None = None
+        self.forget: frozenset[str] = frozenset()
+        """What of `restore` is not restored: --run.forget, where that is the checkpoint given."""
         self.config = as_json(config)
-        examine(options, self.config)
+        examine(options, self.config, restarted=restarted)
         self._lock = self.lock()
-        found = examine(options, self.config)  # nobody else changes it from here on
-        self.finished = found.finished
-        if not self.finished:
-            for name, (old, new) in found.changes.items():
-                self.say(f"{spelled(name)}: {old!r} before, {new!r} from here on")
-            self.restore = self.starting_point(found)
-            self.record(found, recipe, world_size)
+        try:
+            found = examine(options, self.config, restarted=restarted)  # nobody else changes it now
+            self.finished = found.finished
+            if not self.finished:
+                self.inputs = run_changes.inputs(self.config)
+                self.compare(found, recipe, world_size)
+                self.restore = self.starting_point(found, frozenset(options.forget))
+                self.record(found, recipe, world_size)
+        except UserError:
+            self._lock.close()
+            raise
+
+    def compare(self, met: Found, recipe: Path, world_size: int) -> None:
+        """Say what is not as it was. UserError where that makes another run and is not allowed."""
+        for name, (old, new) in met.changes.items():
+            self.say(f"{spelled(name)}: {old!r} before, {new!r} from here on")
+        if met.known is None:
+            return
+        before = met.known
+        then = [event["recipe"] for event in before.get("resumed", []) if "recipe" in event]
+        changes = run_changes.of_inputs(before.get("inputs", {}), self.inputs)
+        changes += run_changes.of_recipe(
+            self.path / (then[-1] if then else before["recipe"]),
+            recipe,
+            sha256_of(recipe),
+            before["recipe_sha256"],
+        )
+        for change in run_changes.refuse(self.path, changes, met.allowed):
+            self.warn(change.text)
+        if before["world_size"] != world_size:
+            self.say(
+                f"{before['world_size']} ranks before, {world_size} from here on: the same data in the same order, "
+                f"and numbers that agree to about 0.2 %"
+            )
+        now = versions()
+        for name, version in before.get("versions", {}).items():
+            if now.get(name, version) != version:
+                self.say(f"{name} {version} before, {now[name]} from here on")
 
     def lock(self) -> IO[str]:
         """Hold the folder until this process ends. UserError if another process holds it."""
@@ -161,15 +200,16 @@ class RunFolder:
             self.warn(f"{self.path}: this file system cannot lock; start one job at a time in it")
         return file
 
-    def starting_point(self, met: Found) -> tuple[int, Path] | None:
+    def starting_point(self, met: Found, forget: frozenset[str]) -> tuple[int, Path] | None:
         """The checkpoint to continue from, with everything later than it cut off: this folder's
-        newest, else the one given, or that one anyway if it is this folder's own."""
+        newest, else the one given, or that one anyway if it is this folder's own. forget: --run.forget."""
         own = met.known and not met.inside
         found = self.checkpoints.newest_whole(self.warn) if own else None
         if met.given is not None and found is None:
             if fault := verify(met.given):
                 raise UserError(f"--run.resume {met.given}: damaged: {fault}")
-            found = read_json(met.given / "manifest.json")["step"], met.given
+            step = 0 if "progress" in forget else read_json(met.given / "manifest.json")["step"]
+            found, self.forget = (step, met.given), forget
         step = found[0] if found else 0
         self.checkpoints.forget_after(step)
         for path in [self.metrics, *self.completions.glob("*.jsonl")]:
@@ -181,15 +221,17 @@ class RunFolder:
             )
         elif found:
             self.say(f"starting from {found[1]}")
+        if self.forget:
+            self.say(f"not restored: {', '.join(sorted(self.forget))}")
         return found
 
     def record(self, met: Found, recipe: Path, world_size: int) -> None:
         """Write config.json and the recipe's source beside it."""
-        source = recipe.read_bytes() if recipe.is_file() else b""
-        digest = hashlib.sha256(source).hexdigest()
+        source, digest = recipe.read_bytes() if recipe.is_file() else b"", sha256_of(recipe)
         step = self.restore[0] if self.restore else 0
         facts: dict[str, Any] = {
             "config": self.config,
+            "inputs": self.inputs,
             "recipe": recipe.name,
             "recipe_sha256": digest,
             "id": uuid.uuid4().hex[:12],
@@ -205,9 +247,7 @@ class RunFolder:
             event["changes"] = {key: list(pair) for key, pair in met.changes.items()}
             if known["recipe_sha256"] != digest:
                 name = f"{recipe.stem}-from-step-{step:06d}{recipe.suffix}"
-                self.warn(
-                    f"{recipe.name} has changed since this run began; kept beside it as {name}"
-                )
+                self.say(f"the recipe as it is from here on: {name}")
                 event["recipe"] = name
             facts["resumed"] = [*facts["resumed"], event]
         self.begun = known or {}
@@ -227,7 +267,7 @@ class RunFolder:
             if self.restore and begun != value:
                 raise UserError(
                     f"{self.path} was begun with {name} {begun}, and would now go on with {value}: "
-                    f"give --{name}.kind {begun}, or another --run.out"
+                    f"give {REMEDY[name].format(begun)}, or another --run.out"
                 )
         if any(self.facts.get(name) != value for name, value in facts.items()):
             self.facts |= facts
@@ -305,17 +345,6 @@ def given_checkpoint(resume: str) -> Path | None:
     return path
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Options that differ, by dotted name; one that exists on one side only is None on the other."""
-    before, now = flatten(old), flatten(new)
-    names = dict.fromkeys([*before, *now])
-    return {
-        name: (before.get(name), now.get(name))
-        for name in names
-        if before.get(name) != now.get(name) and not name.startswith("run.")
-    }
-
-
 def versions() -> dict[str, str]:
     """Of what shapes the numbers, as far as installed."""
     found = {"python": platform.python_version()}
@@ -325,6 +354,11 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def sha256_of(recipe: Path) -> str:
+    """Of a file; of nothing where there is none."""
+    return hashlib.sha256(recipe.read_bytes() if recipe.is_file() else b"").hexdigest()
 
 
 def file_size(path: Path) -> int:

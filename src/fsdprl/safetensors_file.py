@@ -4,12 +4,14 @@ Reading goes through the safetensors library. Writing does not: the library writ
 one process, and here every rank writes the byte ranges it owns of files laid out in advance.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -175,27 +177,46 @@ def split_by_size(stem: str, entries: Sequence[Entry], max_bytes: int) -> list[F
     ]
 
 
-def write_header(path: Path, layout: FileLayout) -> None:
+class Tally:
+    """What one process has written into one file: its byte ranges, in the order of writing, and their sha256."""
+
+    def __init__(self) -> None:
+        self.ranges: list[list[int]] = []
+        self._digest = hashlib.sha256()
+
+    def add(self, position: int, data: memoryview) -> None:
+        """Bytes that stand at `position`; what continues the last range extends it."""
+        if self.ranges and self.ranges[-1][1] == position:
+            self.ranges[-1][1] += len(data)
+        else:
+            self.ranges.append([position, position + len(data)])
+        self._digest.update(data)
+
+    def facts(self) -> dict[str, Any]:
+        return {"ranges": self.ranges, "sha256": self._digest.hexdigest()}
+
+
+def write_header(path: Path, layout: FileLayout, tally: Tally) -> None:
     """Create `path` at its final size with its header. One rank does it, before or after the others'
     `write_ranges`: the size never cuts what they wrote."""
     with _opened(path) as fd:
         os.ftruncate(fd, layout.size)
-        _write_at(fd, 0, memoryview(layout.header))
+        _write_at(fd, 0, memoryview(layout.header), tally)
 
 
-def write_ranges(path: Path, chunks: Iterable[tuple[int, Tensor]]) -> None:
+def write_ranges(path: Path, chunks: Iterable[tuple[int, Tensor]], tally: Tally) -> None:
     """Write (byte position, contiguous CPU tensor) chunks into `path`."""
     with _opened(path) as fd:
         for position, tensor in chunks:
-            _write_at(fd, position, tensor.view(torch.uint8).numpy().data)
+            _write_at(fd, position, tensor.view(torch.uint8).numpy().data, tally)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, tally: Tally) -> None:
     """Write a small file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path) as fd:
         os.ftruncate(fd, len(data))
-        _write_at(fd, 0, memoryview(data))
+        _write_at(fd, 0, memoryview(data), tally)
 
 
 def sync_folder(folder: Path) -> None:
@@ -221,8 +242,9 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_at(fd: int, position: int, data: memoryview) -> None:
+def _write_at(fd: int, position: int, data: memoryview, tally: Tally) -> None:
     while len(data):
         written = os.pwrite(fd, data[:WRITE_BYTES], position)
+        tally.add(position, data[:written])
         position += written
         data = data[written:]

@@ -99,7 +99,8 @@ class Sampler:
 
     def pull(self, policy: Policy | None = None) -> None:
         """Stream the policy's weights into every engine, which confirms version and checksums."""
-        self.version += 1
+        # The step, as far as it goes: a resumed run gives its rows the versions they would have had.
+        self.version = max(self.version + 1, current().step)
         self.pulled = (policy or self.policy).name
         current().phases.pull(self.pulled, self._stream)
 
@@ -179,14 +180,12 @@ class Sampler:
 
     def seeds(self, prompts: Sequence[Prompt], n: int, phase: str) -> Tensor:
         """Seeds [P * n], a pure function of (run seed, step, call of this phase in the step, prompt, sample)."""
-        step = current().step
+        step, seed = current().step, self.seed + (current().redrawn << 32)
         if self.calls[0] != step:
             self.calls = (step, {})
         call = self.calls[1][phase] = self.calls[1].get(phase, -1) + 1
         ordinal = 2 * call + ROLLOUT_PHASES.index(phase)
-        seeds = [
-            sample_seed(self.seed, step, ordinal, p.index, i) for p in prompts for i in range(n)
-        ]
+        seeds = [sample_seed(seed, step, ordinal, p.index, i) for p in prompts for i in range(n)]
         return torch.tensor(seeds, dtype=torch.int64)
 
 

@@ -16,6 +16,7 @@ from fsdprl import (
     row_files,
     rows,
     worker,
+    writing,
 )
 from fsdprl.liveness import Lifeline
 from fsdprl.wire import Line, decode, encode
@@ -26,6 +27,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     **rows.VERBS,
     **row_files.VERBS,
     **learn.VERBS,
+    **writing.VERBS,
     **blending.VERBS,
     **rollout.VERBS,
     **feeding.VERBS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdprl import device, liveness, mesh
+from fsdprl import determinism, device, liveness, mesh
 from fsdprl.liveness import Pulse
 from fsdprl.store import Store
 from fsdprl.world import World
@@ -36,12 +36,18 @@ class Worker:
         self.pulse.ticks += 1
 
 
-def start(worker: Worker) -> dict[str, str]:
-    """Take the device and join the process group of all ranks."""
+def start(worker: Worker, *, deterministic: bool = False) -> dict[str, Any]:
+    """Take the device and join the process group of all ranks. deterministic: --run.deterministic."""
     device.set_threads(worker.world.local_size)
     worker.device = device.local_device(worker.world.local_rank)
+    if deterministic:
+        determinism.apply()
     mesh.init_distributed(worker.world, worker.rendezvous)
-    return {"device": worker.device.type, "torch": str(torch.__version__)}
+    return {
+        "device": worker.device.type,
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def ping(worker: Worker, **payload: Any) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.processes import run, series, task
+from fsdprl.comparing import run_differences
+from tests.recipes.processes import run, series, start, task, words
 from tests.run_job import without_times
 
 pytestmark = [
@@ -52,7 +54,6 @@ def test_two_ranks_train_with_an_engine_each(files: dict[str, str], tmp_path: Pa
 @pytest.mark.slow
 def test_a_run_repeats_and_ranks_do_not_matter(files: dict[str, str], tmp_path: Path):
     """The same seed gives the same numbers to the last bit, and other ranks the same samples."""
-    # names of one length: the paths travel, and metrics count the bytes sent
     runs = {name: tmp_path / name for name in ("first", "again", "ranks")}
     found = {
         name: run(
@@ -73,3 +74,25 @@ def test_reward_rises(files: dict[str, str], tmp_path: Path):
     flags |= {"correction.kind": "tis"}
     rewards = series(run("grpo", files, tmp_path, timeout_s=600, **flags, **VLLM), "reward/mean")
     assert rewards[0] < 0.35 and sum(rewards[-3:]) / 3 > 0.7, rewards
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_byte(files: dict[str, str], tmp_path: Path):
+    """As with the built-in engine: the weights are pulled anew before the first answer."""
+    flags = {"steps": 6, "lr": 1e-2, "run.save-every": 2, "run.deterministic": True} | VLLM
+    run("grpo", files, tmp_path / "whole", timeout_s=600, **flags)
+    out = tmp_path / "run"
+    job = start(words("grpo", files, out, **flags))
+    limit = time.monotonic() + 300
+    while not (out / "checkpoints" / "step-000002").exists():
+        assert time.monotonic() < limit and job.process.poll() is None, job.end(5.0).err
+        time.sleep(0.003)
+    job.process.kill()
+    job.end(60.0)
+    run("grpo", files, out, timeout_s=600, **flags)
+    (event,) = json.loads((out / "config.json").read_text())["resumed"]
+    assert 2 <= event["step"] < 6
+    assert run_differences(tmp_path / "whole", out) == []
+    assert [answers(out, step) for step in range(6)] == [
+        answers(tmp_path / "whole", step) for step in range(6)
+    ]

@@ -3,7 +3,7 @@
 import sys
 import types
 
-NAMES = "blending feeding learn moving profiling rewording rollout row_files rows"
+NAMES = "blending feeding learn moving profiling rewording rollout row_files rows writing"
 
 for _name in NAMES.split():
     _module = types.ModuleType(f"fsdprl.{_name}")

@@ -1,5 +1,7 @@
 """Rewards for tests of recipes, named as tests.recipes.grades:FUNCTION."""
 
+import time
+
 from fsdprl.sample import Sample
 
 
@@ -37,3 +39,9 @@ def digits(sample: Sample) -> float:
 def begins_with_a_digit(sample: Sample) -> float:
     """1 if the answer's first character is a digit."""
     return float(sample.response[:1] in tuple("0123456789"))
+
+
+def stuck(sample: Sample) -> float:
+    """Takes two minutes."""
+    time.sleep(120)
+    return 0.0
