@@ -31,9 +31,12 @@ class Model:
         self.value = 0.0
         self.full = 0
         """Saves that still fail for want of disk."""
+        self.tokenizer: Any = None
 
     def save(self, folder: Path) -> None:
         (folder / "model.safetensors").write_text(repr(self.value))
+        if self.tokenizer:
+            self.tokenizer.save_pretrained(folder)
         if self.full:
             self.full -= 1
             raise OSError(errno.ENOSPC, "No space left on device")

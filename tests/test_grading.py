@@ -136,6 +136,21 @@ def test_too_many_failures_stop_the_batch_early():
         made.grade(ref, batch(8, exit=3))
 
 
+def test_one_rank_may_lose_what_the_whole_batch_may():
+    ref = function_ref(rewards.act)
+    hanging = batch(1, sleep=0) * 3 + batch(3)
+    with grader(timeout_s=0.3, share=0.05) as made:
+        assert len(made.grade(ref, hanging, allowed=3).failures) == 3
+        with pytest.raises(RewardError, match="on 3 of 6"):
+            made.grade(ref, hanging, allowed=2)
+
+
+def test_failures_allowed():
+    assert [RewardOptions(max_failed_share=0.05).failures_allowed(n) for n in (8, 60)] == [1, 3]
+    assert RewardOptions(max_failed_share=0.05).failures_allowed(60, unit=8) == 8
+    assert RewardOptions(max_failed_share=0.0).failures_allowed(60, unit=8) == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from run_job import CONFIG, Job, Killed, checkpoints, isolated, kill_at, steps_of
+from transformers import AutoTokenizer
 
 from fsdprl.errors import UserError
 from fsdprl.records import read_json, read_lines
@@ -67,6 +69,20 @@ def test_stop_finishes_saves_and_ends(tmp_path: Path):
     assert steps_of(tmp_path / "run" / "metrics.jsonl") == [0, 1]
     assert "step-000002" in checkpoints(tmp_path / "run")
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
+
+
+@pytest.mark.parametrize("named", ["file", "text"])
+def test_a_checkpoint_has_the_chat_template_it_was_trained_with(tmp_path: Path, named: str):
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    (tmp_path / "other.jinja").write_text(template)
+    given = str(tmp_path / "other.jinja") if named == "file" else template
+    job = Job(tmp_path / "run", config=CONFIG | {"chat_template": given})
+    job.open().model.tokenizer = tiny.tokenizer()
+    job.train(2)
+    saved = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert "chat_template.jinja" in read_json(saved / "manifest.json")["files"]
+    assert AutoTokenizer.from_pretrained(saved).chat_template == template
+    assert template != tiny.CHATML
 
 
 def test_decided_at_run_time_is_written_down(tmp_path: Path):

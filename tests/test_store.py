@@ -77,3 +77,11 @@ def test_rows_survive_the_wire_bit_for_bit(dtype: torch.dtype):
             torch.equal(a.columns[n], b.columns[n]) and a.columns[n].dtype == b.columns[n].dtype
             for n in a.columns
         )
+    whole = {row.ids.untyped_storage().nbytes() for _, row in received}
+    assert whole == {row.ids.nbytes for _, row in received}, "a row keeps other rows' memory alive"
+
+
+def test_a_column_of_two_types_does_not_travel():
+    rows = [(1, row(2, 1, a=torch.zeros(1))), (2, row(2, 1, a=torch.zeros(1).double()))]
+    with pytest.raises(ValueError, match=r"column 'a' has types \['float32', 'float64'\]"):
+        encode_rows(rows)

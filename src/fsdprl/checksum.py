@@ -31,10 +31,11 @@ def tensor_checksum(tensor: Tensor) -> int:
 def shard_checksums(
     model: Any, *, dtype: str | torch.dtype, group: dist.ProcessGroup | None = None
 ) -> dict[str, int]:
-    """Checksum of every checkpoint tensor of `model.hf` after a cast to `dtype`, from the shards.
+    """Checksum of every checkpoint tensor of the model after a cast to `dtype`, from the shards.
 
-    Equal to `tensor_checksum` of what `weight_stream` yields under the same name. One all-reduce of
-    an integer per tensor over `group` (None: the model's shard axis); all its ranks call it.
+    model: a PackedModel, a transformers model, or its `layout_of`. Equal to `tensor_checksum` of what
+    `weight_stream` yields under the same name. One all-reduce of an integer per tensor over `group`
+    (None: the model's shard axis); all its ranks call it.
     """
     layout = layout_of(model)
     shards, items = layout.shards, layout.items()

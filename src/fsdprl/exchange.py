@@ -1,6 +1,6 @@
 """Rows between ranks: whole rows trade places in one all-to-all of bytes over an explicit CPU group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
@@ -11,44 +11,47 @@ from fsdprl.store import Row, Store
 
 
 def encode_rows(rows: Sequence[tuple[int, Row]]) -> Tensor:
-    """Rows as one uint8 tensor: an 8-byte length, a msgpack header, then every tensor's raw bytes in header order."""
-    header, tensors = [], []
-    for row_id, row in rows:
-        names = list(row.columns)
-        columns = [
-            (name, str(row.columns[name].dtype).removeprefix("torch."), len(row.columns[name]))
-            for name in names
-        ]
-        header.append((row_id, len(row.ids), columns, row.info))
-        tensors += [row.ids, row.mask, *(row.columns[name] for name in names)]
-    head = msgspec.msgpack.encode(header)
+    """Rows as one uint8 tensor: an 8-byte length, a msgpack header, then ids, masks and every column of
+    all rows back to back. Raises ValueError where a column has two types."""
+    header = [(i, len(row.ids), row.loss_tokens, list(row.columns), row.info) for i, row in rows]
+    columns: dict[str, list[Tensor]] = {}
+    for _, row in rows:
+        for name, values in row.columns.items():
+            columns.setdefault(name, []).append(values)
+    kinds = {name: {_dtype_name(part) for part in parts} for name, parts in columns.items()}
+    if mixed := [name for name, kind in kinds.items() if len(kind) > 1]:
+        raise ValueError(f"column {mixed[0]!r} has types {sorted(kinds[mixed[0]])}: make it one")
+    types = [(name, kind.pop()) for name, kind in kinds.items()]
+    head = msgspec.msgpack.encode((header, types))
+    blocks = [[row.ids for _, row in rows], [row.mask for _, row in rows], *columns.values()]
     parts = [torch.tensor([len(head)], dtype=torch.int64).view(torch.uint8), _bytes(head)]
-    parts += [tensor.contiguous().view(torch.uint8) for tensor in tensors if tensor.numel()]
-    return torch.cat(parts)
+    return torch.cat(parts + [torch.cat(block).view(torch.uint8) for block in blocks if block])
 
 
 def decode_rows(buffer: Tensor) -> list[tuple[int, Row]]:
     """The inverse of encode_rows."""
     head_bytes = int(buffer[:8].clone().view(torch.int64))
-    header = msgspec.msgpack.decode(buffer[8 : 8 + head_bytes].numpy().tobytes())
+    header, types = msgspec.msgpack.decode(buffer[8 : 8 + head_bytes].numpy().tobytes())
     offset = 8 + head_bytes
 
-    def take(dtype: torch.dtype, count: int) -> Tensor:
+    def take(dtype: torch.dtype, lengths: list[int]) -> Iterator[Tensor]:
         nonlocal offset
-        size = count * dtype.itemsize
-        part = (
-            buffer[offset : offset + size].clone().view(dtype)
-        )  # clone: aligned, and free of the buffer
+        size = sum(lengths) * dtype.itemsize
+        block = buffer[offset : offset + size].clone().view(dtype)  # clone: aligned
         offset += size
-        return part
+        # clone again: a view would keep the whole block alive for as long as one row lives
+        return iter([part.clone() for part in block.split(lengths)])
 
-    rows = []
-    for row_id, length, columns, info in header:
-        row = Row(ids=take(torch.int32, length), mask=take(torch.bool, length), info=info)
-        for name, dtype, count in columns:
-            row.columns[name] = take(getattr(torch, dtype), count)
-        rows.append((row_id, row))
-    return rows
+    lengths = [length for _, length, _, _, _ in header]
+    ids, masks = take(torch.int32, lengths), take(torch.bool, lengths)
+    columns = {
+        name: take(getattr(torch, dtype), [row[2] for row in header if name in row[3]])
+        for name, dtype in types
+    }
+    return [
+        (i, Row(next(ids), next(masks), info, {name: next(columns[name]) for name in names}))
+        for i, _, _, names, info in header
+    ]
 
 
 def exchange_rows(store: Store, leaving: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
@@ -74,6 +77,10 @@ def exchange_rows(store: Store, leaving: Sequence[Sequence[int]], group: dist.Pr
         if len(part):
             for row_id, row in decode_rows(part):
                 store.put(row_id, row)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bytes(data: bytes) -> Tensor:

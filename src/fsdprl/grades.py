@@ -49,10 +49,15 @@ def grade(
         }
         for where in positions
     ]
+    unit = 1
     if _rewards_groups(fn):
         groups = _groups(batch)
+        unit = int(groups.unique(return_counts=True)[1].max()) if len(batch) else 1
         for part, where in zip(payload, positions, strict=True):
             part["groups"] = groups[where]
+    allowed = options.failures_allowed(len(batch), unit)
+    for part in payload:
+        part["allowed"] = allowed
     replies = controller.call("rows.grade", payload, phase="rule_reward").wait()
     failed = [
         (int(where[index]), cause)
@@ -60,12 +65,12 @@ def grade(
         for index, cause in reply["failed"]
     ]
     controller.timeline.count("reward/failed", len(failed))
-    share = options.max_failed_share
-    if len(failed) > max(int(share * len(batch)), share > 0):
+    if len(failed) > allowed:
         place, cause = failed[0]
         raise UserError(
             f"reward {ref.qualname} failed on {len(failed)} of {len(batch)} samples, more than "
-            f"--reward.max-failed-share {share}; the first was row {int(batch.row_ids[place])}: {cause}"
+            f"--reward.max-failed-share {options.max_failed_share}; the first was row "
+            f"{int(batch.row_ids[place])}: {cause}"
         )
     down = torch.zeros(len(batch), dtype=torch.bool)
     down[[place for place, _ in failed]] = True

@@ -86,16 +86,19 @@ class Grader:
         ref: FunctionRef,
         samples: Sequence[Sample],
         progress: Callable[[], None] = lambda: None,
+        *,
+        allowed: int | None = None,
     ) -> Graded:
         """Score every sample, in order. progress is called whenever something moved.
 
-        Raises RewardError naming function, row and text if the function raises, returns anything
-        but a finite number or None, or if more than `max_failed_share` of the samples (at least
-        one is allowed, unless the share is 0) hang or crash; UserError if it cannot be found.
+        allowed: how many may hang or crash (None: options.failures_allowed of these samples; the rank
+        of a larger batch is told). Raises RewardError naming function, row and text if more do, or
+        if the function raises or returns anything but a finite number or None; UserError if it cannot
+        be found.
         """
         if not samples:
             return Graded([], [])
-        batch = _Batch(ref, list(samples), self.options)
+        batch = _Batch(ref, list(samples), self.options, allowed)
         if self.debug:
             grade_chunk(
                 resolve(ref), batch.samples, lambda o: batch.settle(o.index, o), timeout_s=None
@@ -240,7 +243,9 @@ class Grader:
 class _Batch:
     """The samples of one `grade` call: which wait, which have a score, which failed."""
 
-    def __init__(self, ref: FunctionRef, samples: list[Sample], options: RewardOptions) -> None:
+    def __init__(
+        self, ref: FunctionRef, samples: list[Sample], options: RewardOptions, allowed: int | None
+    ) -> None:
         self.ref = ref
         self.samples = samples
         self._options = options
@@ -249,7 +254,9 @@ class _Batch:
         # The samples of a group, where the reward is one over groups, are side by side.
         self._waiting = deque(sorted(range(len(samples)), key=lambda i: samples[i].group))
         sizes = Counter(sample.group for sample in samples if sample.group >= 0)
-        self._largest = max(sizes.values(), default=1)  # what one hang or crash can cost
+        if allowed is None:
+            allowed = options.failures_allowed(len(samples), max(sizes.values(), default=1))
+        self._allowed = allowed
         self._alone: deque[int] = deque()
         self._false_starts = 0
 
@@ -302,8 +309,8 @@ class _Batch:
         """Count a lost sample. Raises RewardError as soon as too many are lost."""
         self._false_starts = 0
         self._failures.append(Failure(index, self.samples[index].row, cause))
-        share = self._options.max_failed_share
-        if len(self._failures) > max(int(share * len(self.samples)), self._largest * (share > 0)):
+        if len(self._failures) > self._allowed:
+            share = self._options.max_failed_share
             causes = "\n".join(f"row {f.row}: {f.cause}" for f in self._failures[:5])
             raise RewardError(
                 f"reward {self.ref} failed on {len(self._failures)} of {len(self.samples)} samples "

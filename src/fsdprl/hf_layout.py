@@ -135,7 +135,12 @@ def class_name(hf: nn.Module) -> str:
 
 
 def layout_of(model: Any) -> HfLayout:
-    """The layout of `model.hf`, or of a transformers model by itself, with this rank's shards."""
+    """The layout of `model.hf`, or of a transformers model by itself, with this rank's shards.
+
+    A layout gives itself: who walks over a model's shards several times makes it once.
+    """
+    if isinstance(model, HfLayout):
+        return model
     return HfLayout(getattr(model, "hf", model), model_shards(model))
 
 

@@ -100,6 +100,11 @@ class RewardOptions:
     max_failed_share: float = 0.05
     """Share of a batch's samples that may time out or crash their process before the run stops."""
 
+    def failures_allowed(self, samples: int, unit: int = 1) -> int:
+        """How many of a batch may fail: the share, but at least what one hang or crash can cost (unit),
+        unless the share is 0."""
+        return max(int(self.max_failed_share * samples), unit if self.max_failed_share else 0)
+
 
 @dataclass(frozen=True)
 class RunOptions:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fsdprl import device
 from fsdprl.engines import Request, Sampling, build_engine
+from fsdprl.hf_layout import layout_of
 from fsdprl.options import EngineOptions
 from fsdprl.store import Row
 from fsdprl.stream import shard_checksums, weight_stream
@@ -59,9 +60,8 @@ def pull(worker: Worker, *, model: str, version: int) -> None:
     trained = worker.models[model]
     dtype = worker.state["engine_dtype"]
     bucket_bytes = int(worker.state["engine_options"].bucket_mb * 2**20)
-    buckets = weight_stream(
-        trained.network, dtype=dtype, bucket_bytes=bucket_bytes, group=trained.group
-    )
+    layout = layout_of(trained.network)
+    buckets = weight_stream(layout, dtype=dtype, bucket_bytes=bucket_bytes, group=trained.group)
 
     def ticking() -> Any:
         for bucket in buckets:
@@ -69,7 +69,7 @@ def pull(worker: Worker, *, model: str, version: int) -> None:
             yield bucket
 
     received = worker.engine.update_weights(ticking(), version)
-    sent = shard_checksums(trained.network, dtype=dtype, group=trained.group)
+    sent = shard_checksums(layout, dtype=dtype, group=trained.group)
     for name in sorted(sent.keys() | received.keys()):
         if sent.get(name) != received.get(name):
             worker.engine.version = -1

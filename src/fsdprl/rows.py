@@ -143,10 +143,12 @@ def grade(
     name: str = "",
     step: int = 0,
     groups: Tensor | None = None,
+    allowed: int | None = None,
 ) -> dict[str, Any]:
     """Run a reward function over rows. Scores: float64 [R], NaN for None and for failed processes.
 
     name: the reward's, for rows that say which rewards count. groups: of a reward over whole groups, int64 [R].
+    allowed: how many of all ranks' rows may fail; this rank alone stops at more.
     """
     from fsdprl.grading import Grader  # heavy only when rewards are used
 
@@ -160,7 +162,7 @@ def grade(
     counts = [worker.store.rows[sample.row].info.get("rewards") for sample in samples]
     wanted_here = [i for i, listed in enumerate(counts) if not (name and listed) or name in listed]
     some = [samples[index] for index in wanted_here]
-    graded = worker.grader.grade(FunctionRef(**fn), some, worker.progress)
+    graded = worker.grader.grade(FunctionRef(**fn), some, worker.progress, allowed=allowed)
     scores = torch.full((len(samples),), float("nan"), dtype=torch.float64)
     for index, score in zip(wanted_here, graded.scores, strict=True):
         scores[index] = float("nan") if score is None else score

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fsdprl import dryrun
 from fsdprl.console import Console, clock, shorten
 from fsdprl.controller import current
+from fsdprl.data.chat import template_text
 from fsdprl.metrics import StepMetrics, counted, jsonable, throughput, timings
 from fsdprl.options import RunOptions
 from fsdprl.plan import Plan
@@ -53,6 +54,8 @@ class Run:
         self.metrics = StepMetrics()
         self.step, self.stopping = 0, False
         self.plan: Plan | None = None
+        template = self.controller.config.get("chat_template")
+        texts = {"chat_template.jinja": template_text(template)} if template else {}
         if self.controller.flags.dry_run:
             return
         self.folder = RunFolder(
@@ -79,6 +82,7 @@ class Run:
             self.console.warn,
             keep=options.keep,
             best=Best(options.keep_best, options.save_every),
+            texts=texts,
         )
         self.saves.committed = self.plots.draw
         self.controller.on_exit.append(self._exit)

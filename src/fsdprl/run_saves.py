@@ -19,7 +19,7 @@ from typing import Any
 from fsdprl.controller import current
 from fsdprl.errors import UserError
 from fsdprl.manifest import seal
-from fsdprl.records import Patience
+from fsdprl.records import Patience, write_atomic
 from fsdprl.run_checkpoints import Checkpoints, Tracked, folder_name
 
 POLL_S = 0.05
@@ -103,9 +103,12 @@ class Saves:
         *,
         keep: int,
         best: Best,
+        texts: Mapping[str, str],
     ) -> None:
-        """keep: as --run.keep."""
+        """keep: as --run.keep. texts: files of every checkpoint that take the place of the model's own, such as the
+        chat template that it was trained with."""
         self.checkpoints, self.tracked, self.keep, self.best = checkpoints, tracked, keep, best
+        self.texts = texts
         self.owed = False
         """A checkpoint could not be written: the next step's end tries again."""
         self._pending: Pending | None = None
@@ -177,6 +180,9 @@ class Saves:
     def _commit(self, pending: Pending, files: Mapping[str, list[dict[str, Any]]]) -> None:
         top = pending.part.resolve()
         parts = {str(Path(path).relative_to(top)): each for path, each in files.items()}
+        for name, text in self.texts.items():
+            write_atomic(pending.part / name, text)
+            parts.pop(name, None)
         seal(pending.part, pending.done, parts)
         best = self.best.step
         keep = None if best is None else self.checkpoints.folder / folder_name(best)

@@ -74,16 +74,16 @@ def local_shard(name: str, tensor: Tensor, lead: bool, *, buffer: bool = False) 
 
     lead: whether this rank is the one that writes plain tensors.
     """
-    tensor = tensor.detach()
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return LocalShard(name, shape, tensor.view(-1), 0, None, lead, buffer)
+        return LocalShard(name, shape, tensor.detach().view(-1), 0, None, lead, buffer)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"{name}: this rank is outside of the tensor's mesh"
     sharded = [dim for dim, place in enumerate(tensor.placements) if place.is_shard()]
-    local = tensor.to_local()
+    with torch.no_grad():  # detach() of a DTensor would go through its dispatcher: slow
+        local = tensor.to_local().detach().view(-1)
     if not sharded:
-        return LocalShard(name, shape, local.view(-1), 0, None, not any(coordinate), buffer)
+        return LocalShard(name, shape, local, 0, None, not any(coordinate), buffer)
     assert len(sharded) == 1 and isinstance(tensor.placements[sharded[0]], Shard), (
         f"{name}: sharded on several mesh axes: {tensor.placements}"
     )
@@ -95,7 +95,7 @@ def local_shard(name: str, tensor: Tensor, lead: bool, *, buffer: bool = False) 
     assert local.numel() == min(stride, numel_of(shape) - start), f"{name}: unexpected local rows"
     writer = not any(place for other, place in enumerate(coordinate) if other != dim)
     axis = ShardAxis(mesh.get_group(dim), size, rank, stride, mesh.device_type)
-    return LocalShard(name, shape, local.view(-1), start, axis, writer, buffer)
+    return LocalShard(name, shape, local, start, axis, writer, buffer)
 
 
 def clean_name(name: str) -> str:

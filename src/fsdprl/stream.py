@@ -70,7 +70,7 @@ def weight_stream(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> Iterator[Bucket]:
-    """Every tensor of `model.hf` as an engine loads it, in buckets of about `bucket_bytes`.
+    """Every tensor of the model as an engine loads it, in buckets of about `bucket_bytes`.
 
     Collective: all ranks of the shard axis iterate in lockstep; replicas (HSDP) do not talk to each
     other. A bucket ends with a layer; a layer larger than `bucket_bytes` takes several (only the
@@ -79,6 +79,7 @@ def weight_stream(
     buffers keep their dtype, all other floating-point tensors come in `dtype`.
 
     group: a process group of the shard axis's ranks to gather over (None: the axis's own).
+    model: a PackedModel, a transformers model, or its `layout_of`.
     device: where tensors are made (None: the mesh's accelerator, or CPU).
     Extra memory: the bucket, and buffers of at most 2 * 16 MB.
     """

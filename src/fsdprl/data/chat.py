@@ -27,8 +27,17 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, flag: str = "
         reason = lines[0] if lines else type(error).__name__
         raise UserError(f"{flag} {path}: no tokenizer can be loaded: {reason}") from error
     if chat_template:
-        tokenizer.chat_template = _template_text(chat_template)
+        tokenizer.chat_template = template_text(chat_template)
     return tokenizer
+
+
+def template_text(value: str) -> str:
+    """A chat template given as Jinja text or as the file that holds it. Raises UserError."""
+    if "{{" in value or "{%" in value:
+        return value
+    if not Path(value).expanduser().is_file():
+        raise UserError(f"--chat-template {value}: no such file")
+    return Path(value).expanduser().read_text(encoding="utf-8")
 
 
 def text_or_file(value: str, flag: str) -> str:
@@ -161,11 +170,3 @@ def shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 60 else text[:57] + "..."
     return "null" if value is None else f"{text} ({type(value).__name__})"
-
-
-def _template_text(value: str) -> str:
-    if "{{" in value or "{%" in value:
-        return value
-    if not Path(value).expanduser().is_file():
-        raise UserError(f"--chat-template {value}: no such file")
-    return Path(value).expanduser().read_text(encoding="utf-8")
