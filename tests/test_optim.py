@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdprl.loss_scale import GROW_AFTER, LossScale
 from fsdprl.optim import NonFiniteError, Optimizer
 
 RATES = (1e-2, 3e-3, 2e-2)
@@ -142,6 +143,61 @@ def test_non_finite_gradient_stops_before_any_change(bad):
     optimizer.zero_grad()
     accumulate(model)
     assert math.isfinite(optimizer.step(lr=1e-2)["grad_norm"])
+
+
+def small_gradient(dtype, scale):
+    """Gradient of a loss with weights as small as a mean over many tokens makes them, unscaled again."""
+    model = solo.load(tiny.checkpoint("qwen3"), dtype=dtype)
+    logp, _ = model(solo.packed(9, 4, 30))
+    (logp.sum() * 1e-6 * scale).backward()
+    return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]) / scale
+
+
+def test_small_gradients_survive_float16():
+    want = small_gradient("float32", 1.0)
+    scale = Optimizer(solo.load(tiny.checkpoint("qwen3"), dtype="float16")).loss_scale
+    off = [(small_gradient("float16", by) - want).norm() / want.norm() for by in (scale, 1.0)]
+    assert scale == 2.0**15
+    assert off[0] < 0.02
+    assert off[1] > 0.2, "without scaling this test would show nothing"
+
+
+def test_an_overflow_in_float16_leaves_the_step_out_and_halves_the_scale():
+    model = solo.load(tiny.checkpoint("qwen3"), dtype="float16")
+    optimizer = Optimizer(model, kind="sgd")
+    before = whole(model)
+    logp, _ = model(solo.packed(9))
+    (logp.sum() * 1e6 * optimizer.loss_scale).backward()
+    assert optimizer.step(lr=1e-2) == {"loss_scale": 2.0**14}
+    assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+    assert float(optimizer.steps) == 0.0
+    logp, _ = model(solo.packed(9))
+    (logp.mean() * 0.05 * optimizer.loss_scale).backward()
+    norm = math.sqrt(
+        sum(float((p.grad.full_tensor() / 2.0**14).square().sum()) for p in model.parameters())
+    )
+    stepped = optimizer.step(lr=1e-2, max_grad_norm=norm / 2)
+    assert stepped == {"grad_norm": pytest.approx(norm, rel=1e-5), "loss_scale": 2.0**14}
+    moved = math.sqrt(sum(float((v - before[n]).square().sum()) for n, v in whole(model).items()))
+    assert moved == pytest.approx(1e-2 * norm / 2, rel=1e-2)
+
+
+def test_a_loss_scale_ends_at_one_and_grows_after_many_good_steps():
+    scale = LossScale()
+    assert all(scale.overflowed() for _ in range(15))
+    assert scale.value == 1.0
+    assert not scale.overflowed(), "a gradient that is not finite unscaled either is an error"
+    for _ in range(2 * GROW_AFTER):
+        scale.held()
+    assert scale.value == 4.0
+
+
+def test_float16_saves_its_scale():
+    model = solo.load(tiny.checkpoint("qwen3"), dtype="float16")
+    optimizer, resumed = Optimizer(model), Optimizer(model)
+    optimizer.scale.overflowed()
+    resumed.load_state_tensors(optimizer.state_tensors())
+    assert resumed.loss_scale == 2.0**14
 
 
 def _plain(tensor):

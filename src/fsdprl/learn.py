@@ -128,7 +128,8 @@ def forward_backward(
     samples: name -> [R], with `weight` and `temperature` among them; every row here has a non-zero weight.
     Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by).
     """
-    network = worker.models[model].network
+    network, optimizer = worker.models[model].network, worker.models[model].optimizer
+    scale = optimizer.loss_scale if optimizer else 1.0
     network.train(train)
     functions = [resolve(FunctionRef(**loss)) for loss in losses]
     names = {name for function in functions for name in positional_names(function)}
@@ -154,7 +155,7 @@ def forward_backward(
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
         if train:
-            total.backward()
+            (total * scale).backward()
         worker.progress()
     return {name: float(value) for name, value in sums.items()}
 

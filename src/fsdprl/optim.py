@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from fsdprl.device import has_fused_adamw
+from fsdprl.loss_scale import LossScale
 from fsdprl.parallel import reshard
 
 NORM_CHUNK = 1 << 14
@@ -46,6 +47,9 @@ class Optimizer:
         self.kind = kind
         self.betas = betas
         self.eps = eps
+        half = getattr(model, "dtype", None) == torch.float16
+        self.scale = LossScale() if half else None
+        """Of the loss, where gradients are computed in float16."""
         self.steps = torch.zeros((), dtype=torch.float32)
         """Steps taken, for Adam's bias correction."""
         moments = ("exp_avg", "exp_avg_sq") if kind == "adamw" else ()
@@ -53,6 +57,11 @@ class Optimizer:
             moment: {name: torch.zeros_like(local) for name, local in self._locals().items()}
             for moment in moments
         }
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is to be multiplied with before backward."""
+        return self.scale.value if self.scale else 1.0
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         # asked anew each time: moving a model to another device replaces its shards
@@ -70,18 +79,24 @@ class Optimizer:
         """Clip to a global norm, update the weights, drop the gradients. Collective.
 
         max_grad_norm: None or 0 for no clipping. Returns {"grad_norm": global norm before
-        clipping}. Raises NonFiniteError naming the first bad parameter, on every rank alike and
-        before any weight or moment has changed.
+        clipping}, in float16 with the next "loss_scale", and without "grad_norm" for a step that was
+        left out because the scaled gradient overflowed. Raises NonFiniteError naming the first bad
+        parameter, on every rank alike and before any weight or moment has changed.
         """
         reshard(self.model)
         parameters = self._parameters()
         grads = {name: _local(p.grad) for name, p in parameters.items() if p.grad is not None}
-        norm = math.sqrt(_global_sum(_sum_of_squares(list(grads.values())), parameters))
+        scale = self.loss_scale
+        norm = math.sqrt(_global_sum(_sum_of_squares(list(grads.values())), parameters)) / scale
         if not math.isfinite(norm):
+            if self.scale and self.scale.overflowed():
+                self.zero_grad()
+                return {"loss_scale": self.loss_scale}
             raise NonFiniteError(self._blame(norm, grads, parameters))
-        if max_grad_norm and norm > max_grad_norm:
+        clip = max_grad_norm / norm if max_grad_norm and norm > max_grad_norm else 1.0
+        if clip != 1.0 or scale != 1.0:
             for grad in grads.values():
-                grad.mul_(max_grad_norm / norm)
+                grad.mul_(clip / scale)
         self.steps += 1
         matrices = [name for name in grads if parameters[name].ndim >= 2]
         vectors = [name for name in grads if parameters[name].ndim < 2]
@@ -92,6 +107,9 @@ class Optimizer:
                 weights = [locals_[name] for name in names]
                 self._update(names, weights, [grads[name] for name in names], lr, decay)
         self.zero_grad()
+        if self.scale:
+            self.scale.held()
+            return {"grad_norm": norm, "loss_scale": self.loss_scale}
         return {"grad_norm": norm}
 
     def _update(
@@ -146,13 +164,15 @@ class Optimizer:
                 values[name] = values[name].to(device)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: "steps" and "<moment>.<parameter>", sharing memory with the state.
+        """What a checkpoint needs: "steps", "<moment>.<parameter>", in float16 "loss_scale". They share its memory.
 
         Moments are DTensors placed as their parameters, so that they can be saved by one number of
         ranks and loaded by another.
         """
         reshard(self.model)
         tensors: dict[str, Tensor] = {"steps": self.steps}
+        if self.scale:
+            tensors["loss_scale"] = self.scale.state
         for name, parameter in self._parameters().items():
             for moment, values in self.state.items():
                 tensors[f"{moment}.{name}"] = _placed_like(values[name], parameter)

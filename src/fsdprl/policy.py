@@ -200,7 +200,8 @@ class Trained(Network):
     ) -> dict[str, float]:
         """One optimizer step from the accumulated gradient, which is cleared.
 
-        max_grad_norm: clip the global norm to this (0: never). Returns {"actor/grad_norm", "actor/lr"}. A gradient
+        max_grad_norm: clip the global norm to this (0: never). Returns {"actor/grad_norm", "actor/lr"}, in float16
+        with "actor/loss_scale" (and no norm where the scaled gradient overflowed and the step was left out). A gradient
         that is not finite stops the job on all ranks before any weight moves.
         """
         payload = {
@@ -211,9 +212,8 @@ class Trained(Network):
         }
         current().phases.train(self.name, optimizer=True, changes=True)
         stepped = current().call("model.optim_step", payload, phase=self.update_phase).wait()[0]
-        return {
-            f"{self.metrics_prefix}/grad_norm": stepped["grad_norm"],
-            f"{self.metrics_prefix}/lr": lr,
+        return {f"{self.metrics_prefix}/{name}": value for name, value in stepped.items()} | {
+            f"{self.metrics_prefix}/lr": lr
         }
 
 
