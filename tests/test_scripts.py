@@ -1,6 +1,7 @@
 """The scripts people run: they parse, the small model is a real one, the benchmark does equal work."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,11 @@ def test_benchmark_of_a_pull_times_three_ways():
     for way in ("pull", "naive", "memcpy"):
         assert f"\n  {way} " in shown
     assert "smoke float32 into transformers" in shown
+
+
+def test_benchmark_of_the_controllers_share():
+    shown = script("bench_overhead.py", "--size", "smoke", "--steps", 3)
+    assert re.search(r"median \d+\.\d\d%, worst \d+\.\d\d% \(wanted: below 2%\)", shown)
 
 
 def test_benchmark_of_a_step_says_what_it_needs(tmp_path):
