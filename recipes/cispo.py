@@ -50,13 +50,13 @@ class Config:
     ratio_low: float = 0.0  # least importance weight of a token; 0 leaves it free
     ratio_high: float = 5.0  # and the largest
     kl_coef: float = 0.0  # weight of the KL penalty (k3) to the initial model; 0 loads no reference
+    follow_every: int = 0  # steps after which the reference moves towards the policy; 0: never
+    follow_share: float = 1.0  # by this share: 1 replaces it, less is a moving average
     entropy_coef: float = 0.0  # weight of the entropy bonus
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
     eval_samples: int = 1  # answers to each of them, for mean@n and pass@k; 0: a greedy one
-    dtype: rl.DType | None = (
-        None  # of the computation; none: bfloat16 on accelerators, float32 on CPU
-    )
+    dtype: rl.DType | None = None  # of the computation; none: bfloat16, on CPU float32
     sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
     engine: rl.EngineOptions = field(default_factory=rl.EngineOptions)
     reward: rl.RewardOptions = field(default_factory=rl.RewardOptions)
@@ -69,23 +69,11 @@ class Config:
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
-    train, held_out = rl.prompt_sets(
-        cfg.data,
-        cfg.eval_data,
-        cfg.eval_share,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        long_prompts=cfg.long_prompts,
-        seed=cfg.seed,
-    )
+    train, held_out = rl.prompt_sets(cfg)
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
     plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
-    policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    policy = rl.Policy(cfg.model, **layout)
     sampler = rl.Sampler(
         policy,
         engine=cfg.engine,
@@ -96,23 +84,21 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     losses = [partial(rl.losses.cispo_loss, ratio_low=cfg.ratio_low, ratio_high=cfg.ratio_high)]
-    reference = None
-    if cfg.kl_coef:
-        reference = rl.Reference(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    follow = (cfg.follow_every, cfg.follow_share)
+    reference = rl.kl_reference(cfg.model, cfg.kl_coef, *follow, **layout)
+    if reference:
         losses.append(partial(rl.losses.kl_penalty, coef=cfg.kl_coef))
     if cfg.entropy_coef:
         losses.append(partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef))
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    run.track(policy=policy)
+    run.track(policy=policy, reference=reference)
 
-    def evaluate() -> None:
-        prompts = held_out.first(cfg.eval_prompts)
-        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+    often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
+    evaluate = rl.Evaluator(run, sampler, rewards, held_out, **often)
 
     for step in run.steps(plan):
         sampler.pull()
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate()
+        evaluate(step)
 
         # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
         batch = sampler.generate(train.at(step, P), n=G)
@@ -139,10 +125,10 @@ def main(cfg: Config) -> None:
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))
+        if reference:
+            reference.follow(policy, step)
 
-    if cfg.eval_every:
-        sampler.pull()
-        evaluate()
+    evaluate.last()
 
 
 if __name__ == "__main__":

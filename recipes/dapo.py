@@ -61,6 +61,7 @@ class Config:
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
     clip_high: float = 0.28  # and at 1 + clip_high
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
     eval_samples: int = 1  # answers to each of them, for mean@n and pass@k; 0: a greedy one
@@ -82,20 +83,7 @@ def main(cfg: Config) -> None:
         raise rl.UserError(f"--overlong-buffer must be below --max-new-tokens {cfg.max_new_tokens}")
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
-    train, held_out = rl.prompt_sets(
-        cfg.data,
-        cfg.eval_data,
-        cfg.eval_share,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        long_prompts=cfg.long_prompts,
-        seed=cfg.seed,
-    )
+    train, held_out = rl.prompt_sets(cfg)
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
     plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
@@ -108,19 +96,18 @@ def main(cfg: Config) -> None:
         chat_template=cfg.chat_template,
         seed=cfg.seed,
     )
-    loss = partial(rl.losses.clipped_surrogate, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    clips = rl.clips(cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+    loss = partial(rl.losses.clipped_surrogate, **clips)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     pool = rl.GroupPool(train, group_size=G, per_round=cfg.prompts_per_round or P)
     run.track(policy=policy, pool=pool)
 
-    def evaluate() -> None:
-        prompts = held_out.first(cfg.eval_prompts)
-        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+    often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
+    evaluate = rl.Evaluator(run, sampler, rewards, held_out, **often)
 
     for step in run.steps(plan):
         sampler.pull()
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate()
+        evaluate(step)
 
         # Sample until P groups disagree about the metric. Every round's advantages are its own.
         for prompts in pool.rounds(P, cfg.max_rounds):
@@ -150,9 +137,7 @@ def main(cfg: Config) -> None:
             run.log(policy.forward_backward(minibatch, loss))
             run.log(policy.optim_step(lr=lr, **limits))
 
-    if cfg.eval_every:
-        sampler.pull()
-        evaluate()
+    evaluate.last()
 
 
 if __name__ == "__main__":

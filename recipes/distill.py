@@ -73,20 +73,7 @@ def towards_teacher(logp_teacher, logp_old):
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward) if cfg.rewards else None
-    train, held_out = rl.prompt_sets(
-        cfg.data,
-        cfg.eval_data,
-        cfg.eval_share,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        long_prompts=cfg.long_prompts,
-        seed=cfg.seed,
-    )
+    train, held_out = rl.prompt_sets(cfg)
     theirs = rl.load_tokenizer(cfg.teacher, flag="--teacher").get_vocab()
     if theirs != train.tokenizer.get_vocab():
         raise rl.UserError(f"--teacher {cfg.teacher}: its tokenizer is another one than --model's")
@@ -103,7 +90,8 @@ def main(cfg: Config) -> None:
         chat_template=cfg.chat_template,
         seed=cfg.seed,
     )
-    loss = partial(rl.losses.clipped_surrogate, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    clips = rl.clips(cfg.clip_low, cfg.clip_high, dual=0.0)
+    loss = partial(rl.losses.clipped_surrogate, **clips)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     run.track(policy=policy)
 

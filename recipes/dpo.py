@@ -97,19 +97,17 @@ def main(cfg: Config) -> None:
     sets = (form, cfg.eval_data, cfg.eval_share)
     train, held_out = rl.preference_sets(*sets, paired=True, seed=cfg.seed)
     plan = rl.Plan(len(train), cfg.batch_size, steps=cfg.steps, epochs=cfg.epochs)
-    policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    policy = rl.Policy(cfg.model, **layout)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    run.track(policy=policy, loss=loss)
     if cfg.reference == "uniform":
         reference = rl.UniformReference()
     elif cfg.reference == "precomputed":
         reference = rl.PrecomputedReference(policy, train, held_out)
-        run.track(reference=reference)
     else:
-        path = cfg.reference_model or cfg.model
-        reference = rl.Reference(path, sharding=cfg.sharding, dtype=cfg.dtype)
-        if cfg.follow_every:
-            run.track(reference=reference)  # a resumed run needs its weights
+        follow = {"follow_every": cfg.follow_every, "follow_share": cfg.follow_share}
+        reference = rl.Reference(cfg.reference_model or cfg.model, **layout, **follow)
+    run.track(policy=policy, loss=loss, reference=reference)
 
     for step in run.steps(plan):
         if isinstance(reference, rl.PrecomputedReference):
@@ -119,13 +117,11 @@ def main(cfg: Config) -> None:
 
         batch = train.batch(step, cfg.batch_size)
         reference.logprobs(batch)
-        batch["weight"] = loss.weight(batch, policy)  # a mean over pairs
+        batch["weight"] = rl.weights.row_mean(batch["loss_tokens"])  # a mean over pairs
         run.log(policy.forward_backward(batch, loss.of(batch, policy)))
         lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(policy.optim_step(lr=lr, **limits))
-        moves = cfg.follow_every and (step + 1) % cfg.follow_every == 0
-        if moves and isinstance(reference, rl.Reference):
-            reference.follow(policy, cfg.follow_share)
+        reference.follow(policy, step)
 
     if cfg.eval_every:
         run.log(evaluate(policy, reference, loss, held_out))
@@ -135,7 +131,7 @@ def evaluate(policy, reference, loss, held_out) -> dict[str, float]:
     """Loss, accuracy and rewards over every held-out pair."""
     batch = held_out.load(held_out.all())
     reference.logprobs(batch)
-    batch["weight"] = loss.weight(batch, policy)
+    batch["weight"] = rl.weights.row_mean(batch["loss_tokens"])
     return policy.evaluate(batch, loss.of(batch, policy, training=False))
 
 

@@ -47,6 +47,7 @@ class Config:
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
     clip_high: float = 0.28  # and at 1 + clip_high
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
     kl_coef: float = 0.0  # weight of the KL penalty (k3) to the initial model; 0 loads no reference
     follow_every: int = 0  # steps after which the reference moves towards the policy; 0: never
     follow_share: float = 1.0  # by this share: 1 replaces it, less is a moving average
@@ -65,9 +66,11 @@ class Config:
 # ---- on the workers: pure functions, sent by name; positional parameters name columns, all [S]
 
 
-def surrogate(logp, logp_old, advantage, is_weight, *, clip_low: float, clip_high: float):
+def surrogate(logp, logp_old, advantage, is_weight, *, clip_low, clip_high, dual_clip):
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logp - logp_old), times is_weight."""
     ratio = (logp - logp_old).exp()
+    if dual_clip:
+        ratio = ratio.clamp(max=dual_clip)  # binds where the advantage is negative
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -(ratio * advantage).minimum(clipped * advantage)
     binds = (clipped * advantage < ratio * advantage).to(loss.dtype)
@@ -81,23 +84,11 @@ def surrogate(logp, logp_old, advantage, is_weight, *, clip_low: float, clip_hig
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
-    train, held_out = rl.prompt_sets(
-        cfg.data,
-        cfg.eval_data,
-        cfg.eval_share,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        long_prompts=cfg.long_prompts,
-        seed=cfg.seed,
-    )
+    train, held_out = rl.prompt_sets(cfg)
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
     plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
-    policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    policy = rl.Policy(cfg.model, **layout)
     sampler = rl.Sampler(
         policy,
         engine=cfg.engine,
@@ -107,26 +98,22 @@ def main(cfg: Config) -> None:
         chat_template=cfg.chat_template,
         seed=cfg.seed,
     )
-    losses = [partial(surrogate, clip_low=cfg.clip_low, clip_high=cfg.clip_high)]
-    reference = None
-    if cfg.kl_coef:
-        reference = rl.Reference(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    losses = [partial(surrogate, **rl.clips(cfg.clip_low, cfg.clip_high, cfg.dual_clip))]
+    follow = (cfg.follow_every, cfg.follow_share)
+    reference = rl.kl_reference(cfg.model, cfg.kl_coef, *follow, **layout)
+    if reference:
         losses.append(partial(rl.losses.kl_penalty, coef=cfg.kl_coef))
     if cfg.entropy_coef:
         losses.append(partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef))
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    run.track(policy=policy)
-    if reference and cfg.follow_every:
-        run.track(reference=reference)  # a resumed run needs its weights
+    run.track(policy=policy, reference=reference)
 
-    def evaluate() -> None:
-        prompts = held_out.first(cfg.eval_prompts)
-        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+    often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
+    evaluate = rl.Evaluator(run, sampler, rewards, held_out, **often)
 
     for step in run.steps(plan):
         sampler.pull()
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate()
+        evaluate(step)
 
         # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
         batch = sampler.generate(train.at(step, P), n=G)
@@ -153,12 +140,10 @@ def main(cfg: Config) -> None:
             minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()  # a mean over tokens
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))
-        if reference and cfg.follow_every and (step + 1) % cfg.follow_every == 0:
-            reference.follow(policy, cfg.follow_share)
+        if reference:
+            reference.follow(policy, step)
 
-    if cfg.eval_every:
-        sampler.pull()
-        evaluate()
+    evaluate.last()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class Config:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     reference_model: str = ""  # checkpoint of the reference; empty: model
+    follow_every: int = 0  # steps after which the reference moves towards the policy; 0: never
+    follow_share: float = 0.6  # by this share
     eval_every: int = 100  # steps between evaluations over all that is held out; 0 for none
     dtype: rl.DType | None = None  # of the computation; none: bfloat16, on CPU float32
     sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
@@ -73,9 +75,10 @@ def main(cfg: Config) -> None:
     sets = (form, cfg.eval_data, cfg.eval_share)
     train, held_out = rl.preference_sets(*sets, paired=False, seed=cfg.seed)
     plan = rl.Plan(len(train), cfg.batch_size, steps=cfg.steps, epochs=cfg.epochs)
-    policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
-    path = cfg.reference_model or cfg.model
-    reference = rl.Reference(path, sharding=cfg.sharding, dtype=cfg.dtype)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    policy = rl.Policy(cfg.model, **layout)
+    follow = {"follow_every": cfg.follow_every, "follow_share": cfg.follow_share}
+    reference = rl.Reference(cfg.reference_model or cfg.model, **layout, **follow)
     loss = partial(
         rl.coupled.kto_loss,
         beta=cfg.beta,
@@ -83,7 +86,7 @@ def main(cfg: Config) -> None:
         undesirable_weight=cfg.undesirable_weight,
     )
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    run.track(policy=policy)
+    run.track(policy=policy, reference=reference)
 
     for step in run.steps(plan):
         if cfg.eval_every and step % cfg.eval_every == 0:
@@ -97,6 +100,7 @@ def main(cfg: Config) -> None:
         run.log(policy.forward_backward(batch, partial(loss, baseline=z)) | {"actor/baseline": z})
         lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(policy.optim_step(lr=lr, **limits))
+        reference.follow(policy, step)
 
     if cfg.eval_every:
         run.log(evaluate(policy, reference, loss, held_out, cfg))

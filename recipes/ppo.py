@@ -64,6 +64,8 @@ class Config:
     kl_in: Literal["reward", "loss"] = "reward"  # k1 in each token's reward, or k3 in the loss
     kl_target: float = 0.0  # nats an answer that kl_coef steers the KL to; 0: it stays
     kl_horizon: int = 10000  # samples over which it is steered
+    follow_every: int = 0  # steps after which the reference moves towards the policy; 0: never
+    follow_share: float = 1.0  # by this share: 1 replaces it, less is a moving average
     entropy_coef: float = 0.0  # weight of the entropy bonus
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
@@ -77,26 +79,14 @@ class Config:
 
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
-    train, held_out = rl.prompt_sets(
-        cfg.data,
-        cfg.eval_data,
-        cfg.eval_share,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        long_prompts=cfg.long_prompts,
-        seed=cfg.seed,
-    )
+    train, held_out = rl.prompt_sets(cfg)
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
     plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
     layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
     policy = rl.Policy(cfg.model, **layout)
     critic = rl.Critic(cfg.critic or cfg.model, seed=cfg.seed, **layout)
-    reference = rl.Reference(cfg.model, **layout) if cfg.kl_coef else None
+    follow = (cfg.follow_every, cfg.follow_share)
+    reference = rl.kl_reference(cfg.model, cfg.kl_coef, *follow, **layout)
     judges = [
         rl.RewardModel(path, name=f"reward_model_{number}", **layout)
         for number, path in enumerate(cfg.reward_model, 1)
@@ -111,23 +101,21 @@ def main(cfg: Config) -> None:
         chat_template=cfg.chat_template,
         seed=cfg.seed,
     )
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    surrogate = partial(rl.losses.clipped_surrogate, dual_clip=cfg.dual_clip or None, **clips)
+    clips = rl.clips(cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+    surrogate = partial(rl.losses.clipped_surrogate, **clips)
     bonus = [partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef)] if cfg.entropy_coef else []
     value_loss = partial(rl.losses.value_loss, clip=cfg.value_clip or None)
     gae = partial(rl.advantages.gae, gamma=cfg.gamma, lam=cfg.lam)
     kl = rl.kl.controller(cfg.kl_coef, target=cfg.kl_target, horizon=cfg.kl_horizon)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    run.track(policy=policy, critic=critic, kl=kl)
+    run.track(policy=policy, critic=critic, kl=kl, reference=reference)
 
-    def evaluate() -> None:
-        prompts = held_out.first(cfg.eval_prompts)
-        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+    often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
+    evaluate = rl.Evaluator(run, sampler, rewards, held_out, **often)
 
     for step in run.steps(plan):
         sampler.pull()
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate()
+        evaluate(step)
         batch = sampler.generate(train.at(step, P), n=G)
         batch["score"] = batch["reward"] = rewards(batch)
         run.log(rewards.metrics(batch))
@@ -147,8 +135,8 @@ def main(cfg: Config) -> None:
                 token_reward = partial(rl.advantages.token_reward, kl_coef=kl.coef)
             else:
                 losses.append(partial(rl.losses.kl_penalty, coef=kl.coef))
-            batch.apply(rl.kl.log_ratio, out="log_ratio")
-            seen = float(batch.row_sum("log_ratio").mean())
+            batch.apply(rl.kl.log_ratio, out="log_ratio", phase="kl")
+            seen = float(batch.row_sum("log_ratio", phase="kl").mean())
             run.log({"actor/kl": seen, "actor/kl_coef": kl.coef})
             kl.update(seen, len(batch))
         batch.apply(token_reward, out="token_reward")
@@ -171,10 +159,10 @@ def main(cfg: Config) -> None:
                 minibatch["weight"] = 1.0 / minibatch["loss_tokens"].sum()
                 run.log(network.forward_backward(minibatch, terms))
                 run.log(network.optim_step(lr=lr, **limits))
+        if reference:
+            reference.follow(policy, step)
 
-    if cfg.eval_every:
-        sampler.pull()
-        evaluate()
+    evaluate.last()
 
 
 if __name__ == "__main__":

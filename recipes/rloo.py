@@ -50,13 +50,13 @@ class Config:
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
     clip_high: float = 0.2  # and at 1 + clip_high
     kl_coef: float = 0.0  # weight of the KL to the initial model in the reward; 0: no reference
+    follow_every: int = 0  # steps after which the reference moves towards the policy; 0: never
+    follow_share: float = 1.0  # by this share: 1 replaces it, less is a moving average
     entropy_coef: float = 0.0  # weight of the entropy bonus
     eval_every: int = 20  # steps between held-out evaluations; 0 for none
     eval_prompts: int = 256  # most held-out prompts of one evaluation
     eval_samples: int = 1  # answers to each of them, for mean@n and pass@k; 0: a greedy one
-    dtype: rl.DType | None = (
-        None  # of the computation; none: bfloat16 on accelerators, float32 on CPU
-    )
+    dtype: rl.DType | None = None  # of the computation; none: bfloat16, on CPU float32
     sharding: rl.ShardingOptions = field(default_factory=rl.ShardingOptions)
     engine: rl.EngineOptions = field(default_factory=rl.EngineOptions)
     reward: rl.RewardOptions = field(default_factory=rl.RewardOptions)
@@ -69,23 +69,11 @@ class Config:
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
-    train, held_out = rl.prompt_sets(
-        cfg.data,
-        cfg.eval_data,
-        cfg.eval_share,
-        tokenizer_path=cfg.model,
-        prompt_key=cfg.prompt_key,
-        answer_key=cfg.answer_key,
-        prompt_format=cfg.prompt_format,
-        chat_template=cfg.chat_template,
-        system=cfg.system,
-        max_prompt_length=cfg.max_prompt_length,
-        long_prompts=cfg.long_prompts,
-        seed=cfg.seed,
-    )
+    train, held_out = rl.prompt_sets(cfg)
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
     plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
-    policy = rl.Policy(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    policy = rl.Policy(cfg.model, **layout)
     sampler = rl.Sampler(
         policy,
         engine=cfg.engine,
@@ -95,23 +83,21 @@ def main(cfg: Config) -> None:
         chat_template=cfg.chat_template,
         seed=cfg.seed,
     )
-    losses = [partial(rl.losses.clipped_surrogate, clip_low=cfg.clip_low, clip_high=cfg.clip_high)]
-    reference = None
-    if cfg.kl_coef:
-        reference = rl.Reference(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype)
+    clips = rl.clips(cfg.clip_low, cfg.clip_high, dual=0.0)
+    losses = [partial(rl.losses.clipped_surrogate, **clips)]
+    follow = (cfg.follow_every, cfg.follow_share)
+    reference = rl.kl_reference(cfg.model, cfg.kl_coef, *follow, **layout)
     if cfg.entropy_coef:
         losses.append(partial(rl.losses.entropy_bonus, coef=cfg.entropy_coef))
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    run.track(policy=policy)
+    run.track(policy=policy, reference=reference)
 
-    def evaluate() -> None:
-        prompts = held_out.first(cfg.eval_prompts)
-        rl.evaluate(run, sampler, rewards, prompts, samples=cfg.eval_samples)
+    often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
+    evaluate = rl.Evaluator(run, sampler, rewards, held_out, **often)
 
     for step in run.steps(plan):
         sampler.pull()
-        if cfg.eval_every and step % cfg.eval_every == 0:
-            evaluate()
+        evaluate(step)
 
         # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
         batch = sampler.generate(train.at(step, P), n=G)
@@ -127,8 +113,8 @@ def main(cfg: Config) -> None:
         policy.logprobs(batch, out="logp_old")
         run.log(rl.mismatch(batch))
         if reference:
-            batch.apply(rl.kl.log_ratio, out="log_ratio")
-            batch["kl"] = batch.row_sum("log_ratio")
+            batch.apply(rl.kl.log_ratio, out="log_ratio", phase="kl")
+            batch["kl"] = batch.row_sum("log_ratio", phase="kl")
             batch["reward"] -= cfg.kl_coef * batch["kl"]
             run.log({"actor/kl": batch["kl"].mean()})
 
@@ -141,10 +127,10 @@ def main(cfg: Config) -> None:
         for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):
             run.log(policy.forward_backward(minibatch, losses))
             run.log(policy.optim_step(lr=lr, **limits))
+        if reference:
+            reference.follow(policy, step)
 
-    if cfg.eval_every:
-        sampler.pull()
-        evaluate()
+    evaluate.last()
 
 
 if __name__ == "__main__":

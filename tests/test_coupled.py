@@ -13,7 +13,6 @@ from fsdprl.coupled import (
     aot_unpaired_loss,
     aot_unpaired_targets,
     kto_loss,
-    wpo_factor,
 )
 
 
@@ -131,11 +130,3 @@ def test_kto_gradient_and_options():
         assert not torch.allclose(before, kto_loss(*KTO, **{option: 0.7}).loss), option
     with pytest.raises(ValueError, match="one shape"):
         kto_loss(logp, rest[0], rest[1][:1], rest[2])
-
-
-def test_wpo_factor_by_hand():
-    mean_logp = t(-0.1, -0.2, -1.0, -0.4)
-    chosen, unit = torch.tensor([True, False, False, True]), torch.tensor([0, 8, 0, 8])
-    factor = wpo_factor(mean_logp, chosen, unit)
-    first, second = math.exp(-1.1), math.exp(-0.6)
-    assert factor.tolist() == pytest.approx([first, second, first, second])

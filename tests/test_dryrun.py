@@ -13,6 +13,7 @@ from fsdprl.dryrun import engine_estimate, memory_estimate, show
 from fsdprl.options import EngineOptions, ShardingOptions
 from fsdprl.prompts import prompt_sets
 from fsdprl.world import World
+from tests.recipes.stage import recipe
 
 GIB = 2**30
 OPTIONS = ShardingOptions(tokens_per_microbatch=1024, head_chunk_tokens=256)
@@ -93,7 +94,13 @@ def test_two_prompts_as_the_model_reads_them(tmp_path: Path):
     controller = Controller(World(), flags=Flags(dry_run=True))
     set_current(controller)
     try:
-        train, _ = prompt_sets(str(data), "", 0.2, tokenizer_path=str(tiny.checkpoint()))
+        fields = {
+            "data": str(data),
+            "eval_share": 0.2,
+            "model": str(tiny.checkpoint()),
+            "answer_key": "",
+        }
+        train, _ = prompt_sets(recipe("grpo").Config(**fields))
     finally:
         set_current(None)
     first = train.at(0, 2)

@@ -15,7 +15,7 @@ from datafiles import write_lines
 from fsdprl.batch import Batch, Lease
 from fsdprl.data.prompt import Prompt
 from fsdprl.errors import UserError
-from fsdprl.evaluation import estimated, evaluate
+from fsdprl.evaluation import Evaluator, estimated, evaluate
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "evaluate"
 
@@ -84,6 +84,29 @@ def test_greedy_and_mistakes(monkeypatch):
     monkeypatch.setattr(Batch, "peek", lambda self, count: [{"reward": float(self["reward"][0])}])
     evaluate(run, sampler, Rewards(), prompts("", ""), samples=1)
     assert logged[0]["eval/reward"] == 1.0 and shown == [[{"reward": 2.0}]]
+
+
+def test_evaluations_of_a_loop_and_after_it(monkeypatch):
+    """Steps 0, 3 and 6, each of the weights that were pulled for it, and those after the last step."""
+    monkeypatch.setattr(Batch, "peek", lambda self, count: [])
+    sampler = Sampler([[1], [0]])
+    pulled, asked, logged = [], [], []
+    sampler.pull = lambda: pulled.append(len(logged))  # pyright: ignore[reportAttributeAccessIssue]
+    run = SimpleNamespace(log=logged.append, show=lambda rows: None)
+    held_out = SimpleNamespace(first=lambda count: asked.append(count) or prompts("", ""))
+    often: dict = {"every": 3, "prompts": 2, "samples": 1}
+    evaluate = Evaluator(run, sampler, Rewards(), held_out, **often)  # pyright: ignore[reportArgumentType]
+    seen = []
+    for step in range(8):
+        evaluate(step)
+        seen.append(len(logged))
+    assert seen == [1, 1, 1, 2, 2, 2, 3, 3] and not pulled
+    evaluate.last()
+    assert len(logged) == 4 and pulled == [3] and asked == [2] * 4
+    never = Evaluator(run, sampler, Rewards(), held_out, **often | {"every": 0})  # pyright: ignore[reportArgumentType]
+    never(0)
+    never.last()
+    assert len(logged) == 4 and pulled == [3]
 
 
 @pytest.mark.ranks

@@ -17,11 +17,15 @@ def inputs(dtype=torch.float64, tokens=TOKENS, words=WORDS, hidden=HIDDEN, bias=
     return (*tensors[:2], tensors[2] if bias else None), torch.randint(0, words, (tokens,))
 
 
+ALL = ("entropy", "collision")
+
+
 def plain(hidden, weight, bias, target, temperature):
-    """Log-probs and entropies through the whole [S, V]."""
+    """Log-probs, entropies and collisions through the whole [S, V]."""
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
     every = (logits / temperature[:, None]).log_softmax(-1)
-    return every.gather(1, target[:, None]).squeeze(1), -(every.exp() * every).sum(-1)
+    entropy, collision = -(every.exp() * every).sum(-1), every.exp().square().sum(-1).log()
+    return every.gather(1, target[:, None]).squeeze(1), entropy, collision
 
 
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 1000])
@@ -30,12 +34,16 @@ def test_equals_the_whole_softmax_with_its_gradients(chunk, bias):
     tensors, target = inputs(bias=bias)
     temperature = torch.rand(TOKENS, dtype=torch.float64) + 0.3
     wrt = [x for x in tensors if x is not None]
-    got = head_logp(*tensors, target, temperature, chunk_tokens=chunk, entropy=True)
-    want = plain(*tensors, target, temperature)
+    logp, others = head_logp(*tensors, target, temperature, chunk_tokens=chunk, also=ALL)
+    got, want = (logp, *others.values()), plain(*tensors, target, temperature)
     weights = torch.randn(2, TOKENS, dtype=torch.float64)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad((weights * torch.stack(o)).sum(), wrt) for o in (got, want)]
+    assert not got[2].requires_grad
+    for name in ALL:  # each alone is what it is beside the other
+        alone = head_logp(*tensors, target, temperature, chunk_tokens=chunk, also=[name])[1]
+        assert alone.keys() == {name} and torch.equal(alone[name], others[name])
+    grads = [torch.autograd.grad((weights * torch.stack(o[:2])).sum(), wrt) for o in (got, want)]
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
@@ -52,20 +60,23 @@ def test_gradcheck_without_entropy():
 
 
 def test_hand_computed():
-    """Two words with logits ln 3 and 0 at temperature 1: p = 3/4; at temperature 1/2: 9/10."""
+    """Two words with logits ln 3 and 0 at temperature 1: p = 3/4, two draws agree 5 times of 8; at
+    temperature 1/2: 9/10, 41 of 50."""
     hidden = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
     weight = torch.tensor([[3.0], [1.0]], dtype=torch.float64).log()
-    logp, entropy = head_logp(
-        hidden,
-        weight,
-        None,
-        torch.tensor([0, 1]),
-        torch.tensor([1.0, 0.5]),
-        chunk_tokens=1,
-        entropy=True,
-    )
+    target, temperature = torch.tensor([0, 1]), torch.tensor([1.0, 0.5])
+    logp, others = head_logp(hidden, weight, None, target, temperature, chunk_tokens=1, also=ALL)
     assert logp.exp().tolist() == pytest.approx([0.75, 0.1])
-    assert entropy.tolist() == pytest.approx([0.562335144618808, 0.325082973391448])
+    assert others["entropy"].tolist() == pytest.approx([0.562335144618808, 0.325082973391448])
+    assert others["collision"].exp().tolist() == pytest.approx([0.625, 0.82])
+
+
+def test_two_draws_of_a_certain_word_agree():
+    """Its probability rounds to 1 and the others' squares to 0: the log is 0, not NaN."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[300.0], [0.0], [-300.0]])
+    target = torch.tensor([0])
+    _, others = head_logp(hidden, weight, None, target, None, chunk_tokens=4, also=["collision"])
+    assert others["collision"].tolist() == [0.0]
 
 
 def test_half_precision_works_in_float32_and_accumulates_wide():
@@ -82,26 +93,26 @@ def test_half_precision_works_in_float32_and_accumulates_wide():
 
 def test_no_tokens_stay_connected():
     tensors, target = inputs(tokens=0)
-    logp, entropy = head_logp(*tensors, target, None, chunk_tokens=4, entropy=True)
-    (logp.sum() + entropy.sum()).backward()
-    assert logp.shape == entropy.shape == (0,)
+    logp, others = head_logp(*tensors, target, None, chunk_tokens=4, also=ALL)
+    (logp.sum() + others["entropy"].sum()).backward()
+    assert logp.shape == others["entropy"].shape == others["collision"].shape == (0,)
     assert all(float(x.grad.abs().sum()) == 0.0 for x in tensors)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_peak_memory_has_no_tokens_times_vocabulary(entropy):
+@pytest.mark.parametrize("also", [(), ("entropy",), ("collision",)])
+def test_peak_memory_has_no_tokens_times_vocabulary(also):
     """V = 150,000: no tensor above chunk x V or V x H, and twice the tokens do not raise the peak."""
     words, hidden, chunk = 150_000, 16, 8
     peaks = []
     for tokens in (64, 128):
         tensors, target = inputs(torch.float32, tokens, words, hidden, bias=False)
         with TensorTracker() as seen:
-            logp, entropies = head_logp(*tensors, target, None, chunk_tokens=chunk, entropy=entropy)
-            (logp.sum() + (entropies.sum() if entropy else 0.0)).backward()
+            logp, others = head_logp(*tensors, target, None, chunk_tokens=chunk, also=also)
+            (logp.sum() + (others["entropy"].sum() if "entropy" in also else 0.0)).backward()
         assert seen.largest <= words * max(chunk, hidden)
         peaks.append(seen.peak)
     weight, one_chunk = 4 * words * hidden, 4 * words * chunk
     print(f"peak {peaks[0] / 1e6:.1f} MB; [S, V] alone would be {4 * 128 * words / 1e6:.1f} MB")
     # the weight, its gradient, and one chunk's logits (a second for the entropy)
-    assert peaks[0] <= 2 * weight + (2.1 if entropy else 1.1) * one_chunk
+    assert peaks[0] <= 2 * weight + (2.1 if also else 1.1) * one_chunk
     assert peaks[1] - peaks[0] <= 64 * (hidden + 8) * 8

@@ -57,7 +57,8 @@ def test_equals_each_row_alone_with_its_gradients(kind, dtype):
     path = tiny.checkpoint(kind)
     model, own = solo.load(path, dtype=dtype), solo.reference(path, dtype)
     rows = solo.rows(*LENGTHS, temperature=0.7)
-    logp, entropy = model(pack(rows, solo.CPU), entropy=True)
+    logp, others = model(pack(rows, solo.CPU), also=("entropy",))
+    entropy = others["entropy"]
     want, want_entropy = alone(own, rows)
     assert logp.dtype == getattr(torch, dtype)
     torch.testing.assert_close(logp, want, rtol=0, atol=EXACT[dtype])
@@ -114,13 +115,13 @@ def test_value_of_the_state_before_each_loss_token():
     path = tiny.checkpoint("llama", head="reward")
     model, rows = solo.load(path, kind="value"), solo.rows(9, 4, 30)
     own = AutoModelForSequenceClassification.from_pretrained(path)
-    values, none = model(pack(rows, solo.CPU))
+    values, others = model(pack(rows, solo.CPU))
     want = [
         own.score(own.model(ids.long()[None], use_cache=False).last_hidden_state[0])[:-1, 0]
         for ids, _, _ in rows
     ]
     want = torch.cat([w[mask[1:]] for w, (_, mask, _) in zip(want, rows, strict=True)])
-    assert none is None
+    assert others == {}
     torch.testing.assert_close(values, want, rtol=0, atol=1e-5)
     values.square().sum().backward()
     want.square().sum().backward()

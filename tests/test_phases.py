@@ -59,6 +59,23 @@ class Recorder:
         self.told.append(f"step {name}")
 
 
+def test_a_reference_comes_and_goes_under_names_of_its_own():
+    """Whether it is the first to be used after a rollout or not; a trained model's return is resharding_to_train."""
+    job = Recorder(1, policy=(True, OFFLOAD), reference=(False, OFFLOAD))
+    job.generate()
+    job.payloads.clear()
+    for name in ("reference", "policy", "reference"):
+        job.phases.train(name)
+    moves = [(phase, payload) for phase, payload in job.payloads if "onto" in payload]
+    assert [(phase, list(p["off"]), list(p["onto"])) for phase, p in moves] == [
+        ("resharding_to_train", [], []),
+        ("ref_onload", [], ["reference"]),
+        ("ref_offload", ["reference"], []),
+        ("resharding_to_train", [], ["policy"]),
+        ("ref_onload", [], ["reference"]),
+    ]
+
+
 def test_a_step_of_everything_in_the_recommended_order():
     """Weights wake, the pull reads the shards, only then they leave and the cache wakes; back: the engine
     sleeps before the trainer takes the memory."""

@@ -16,6 +16,7 @@ from fsdprl.preference import (
     cpo_loss,
     dpo_loss,
     dpo_reference_free_loss,
+    dpo_wpo_loss,
     orpo_loss,
     simpo_loss,
 )
@@ -139,6 +140,30 @@ def test_large_ratios_stay_finite_under_every_divergence():
 
 def test_rpo_adds_the_likelihood_of_the_chosen():
     assert golden(rpo_alpha=0.5)[0].item() == pytest.approx(0.620957 + 0.5 * 2.0, abs=1e-6)
+
+
+def test_wpo_weighs_a_pair_by_its_likelihood_beside_the_policys_own():
+    """Mean log-probs -2 and -1.5; of own draws -0.4 and -0.2. exp(-1.6 - 1.3) times the pair's loss."""
+    rows = {**GOLDEN, "collision": torch.where(GOLDEN["chosen"], -0.4, -0.2).double()}
+    factor = math.exp((-2 + 0.4) + (-1.5 + 0.2))
+    plain, weighed = dpo_loss(**GOLDEN), dpo_wpo_loss(**rows)
+    assert weighed.loss.tolist() == pytest.approx([factor * 0.620957] * 2, abs=1e-7)
+    assert weighed.metrics["wpo_factor"].tolist() == pytest.approx([factor] * 2)
+    for name, values in plain.metrics.items():  # acc and rewards are means over pairs as ever
+        assert torch.equal(weighed.metrics[name], values)
+    beside = dpo_wpo_loss(**rows, rpo_alpha=0.5).loss - weighed.loss
+    assert beside.tolist() == pytest.approx([0.5 * 2.0] * 2)
+
+
+def test_wpo_factor_has_no_gradient():
+    columns = packed(random_rows(seed=13))
+    columns["collision"] = -columns["logp"].abs() / 3
+    logp = columns.pop("logp").requires_grad_()
+    weighed = dpo_wpo_loss(logp, **columns)
+    columns.pop("collision")
+    by_hand = weighed.metrics["wpo_factor"] * dpo_loss(logp, **columns).loss
+    wanted = torch.autograd.grad(by_hand.sum(), logp)
+    torch.testing.assert_close(torch.autograd.grad(weighed.loss.sum(), logp), wanted)
 
 
 def test_ld_alpha_scales_what_is_beyond_the_shorter_completion():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_job import (
@@ -26,7 +27,7 @@ from run_job import (
 
 from fsdprl.errors import UserError
 from fsdprl.records import read_json
-from fsdprl.run_checkpoints import verify
+from fsdprl.run_checkpoints import Tracked, verify
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +200,13 @@ def test_a_second_model_has_a_folder_of_its_own(tmp_path: Path):
     assert (last / "model.safetensors").read_text() == "4.0"
     assert (last / "critic" / "model.safetensors").read_text() == "103.0"
     assert (job.model.value, critic.value) == (4.0, 103.0)
+
+
+def test_what_stays_as_it_is_is_not_saved():
+    tracked = Tracked()
+    tracked.add("reference", None)
+    tracked.add("other", SimpleNamespace(constant=True))
+    assert not tracked.models and not tracked.states
 
 
 def test_what_is_tracked_must_be_in_the_checkpoint(tmp_path: Path):

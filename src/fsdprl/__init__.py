@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fsdprl import schedules as schedules
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
+    from fsdprl.clipping import clips as clips
     from fsdprl.correcting import correct as correct
     from fsdprl.correcting import mismatch as mismatch
     from fsdprl.data.chat import PromptFormat as PromptFormat
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fsdprl.errors import RemoteError as RemoteError
     from fsdprl.errors import UnscoredError as UnscoredError
     from fsdprl.errors import UserError as UserError
+    from fsdprl.evaluation import Evaluator as Evaluator
     from fsdprl.evaluation import estimated as estimated
     from fsdprl.evaluation import evaluate as evaluate
     from fsdprl.examples import Examples as Examples
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from fsdprl.policy import Reference as Reference
     from fsdprl.policy import RewardModel as RewardModel
     from fsdprl.policy import TrainedRewardModel as TrainedRewardModel
+    from fsdprl.policy import kl_reference as kl_reference
     from fsdprl.precomputed import PrecomputedReference as PrecomputedReference
     from fsdprl.precomputed import UniformReference as UniformReference
     from fsdprl.preferences import Preferences as Preferences
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, str] = {
     "Batch": "batch",
+    "clips": "clipping",
     "correct": "correcting",
     "mismatch": "correcting",
     "CorrectionOptions": "options",
@@ -74,6 +78,7 @@ NAMES: dict[str, str] = {
     "OverLength": "data.example_rows",
     "PreferenceFormat": "data.preference_rows",
     "Examples": "examples",
+    "Evaluator": "evaluation",
     "estimated": "evaluation",
     "evaluate": "evaluation",
     "launch": "launch",
@@ -91,6 +96,7 @@ NAMES: dict[str, str] = {
     "Reference": "policy",
     "RewardModel": "policy",
     "TrainedRewardModel": "policy",
+    "kl_reference": "policy",
     "Preferences": "preferences",
     "preference_sets": "preferences",
     "LongPrompts": "prompts",

@@ -270,11 +270,13 @@ class Batch:
             )
         return scores
 
-    def apply(self, fn: Callable[..., Any], *, out: str | Sequence[str]) -> None:
+    def apply(
+        self, fn: Callable[..., Any], *, out: str | Sequence[str], phase: str = "adv"
+    ) -> None:
         """Row-local token arithmetic on the ranks: fn(columns...) -> [S] or {name: [S]} becomes token columns.
 
-        fn's positional parameters are column names (token, sample, `segment` or `ids`). Raises UserError
-        for unknown ones.
+        fn's positional parameters are column names (token, sample, `segment` or `ids`). phase: whose time it
+        counts as. Raises UserError for unknown columns.
         """
         names = [out] if isinstance(out, str) else list(out)
         wanted = positional_names(fn)
@@ -289,7 +291,7 @@ class Batch:
             }
             for where in self.by_rank()
         ]
-        current().call("rows.apply", payload, phase="adv").wait()
+        current().call("rows.apply", payload, phase=phase).wait()
         self.token_columns |= set(names)
 
     def reduce(self, column: str, weight: str | None = None) -> Reduction:
@@ -312,12 +314,12 @@ class Batch:
             max=max(p["max"] for p in parts),
         )
 
-    def row_sum(self, column: str) -> Tensor:
+    def row_sum(self, column: str, *, phase: str = "adv") -> Tensor:
         """Sum of a token column over each row's loss tokens, float64 [N]."""
         self.check_token_column(column)
         positions = self.by_rank()
         payload = [{"rows": self.row_ids[where], "column": column} for where in positions]
-        return self.gather(positions, current().call("rows.row_sum", payload, phase="adv").wait())
+        return self.gather(positions, current().call("rows.row_sum", payload, phase=phase).wait())
 
     # ---- for people ------------------------------------------------------------------------
 

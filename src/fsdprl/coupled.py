@@ -1,4 +1,4 @@
-"""Preference losses that couple the rows of a batch: AOT's sort, KTO's baseline, WPO's weights.
+"""Preference losses that couple the rows of a batch: AOT's sort, KTO's baseline.
 
 The coupled quantity comes from a pass without gradient (logprobs, then Batch.row_sum), is computed
 on the controller over the whole batch, and returns as a sample column or a number. So the loss stays
@@ -133,14 +133,3 @@ def kto_loss(
         "desirable": good.to(gap),
     }
     return RowLoss(loss, {name: values.detach() for name, values in metrics.items()})
-
-
-def wpo_factor(mean_logp: Tensor, chosen: Tensor, unit: Tensor) -> Tensor:
-    """exp(mean log pi) of both completions, multiplied: a factor for `weight`, [N] (WPO, Zhou 2024).
-
-    On the controller, before an update: weight = row_mean(...) * wpo_factor(...). mean_logp [N]: mean
-    over a completion's tokens of log pi, or of log pi - log sum_v pi(v)^2 (the paper's alignment).
-    """
-    pairs = find_pairs(chosen, unit, torch.arange(len(mean_logp)), len(mean_logp))
-    joint = mean_logp[pairs.chosen] + mean_logp[pairs.rejected]
-    return pairs.spread(joint.exp())

@@ -14,6 +14,7 @@ from fsdprl.errors import UserError
 from fsdprl.estimates import mean_ci95, pass_at_k
 
 if TYPE_CHECKING:
+    from fsdprl.prompts import Prompts
     from fsdprl.run import Run
     from fsdprl.sampler import Sampler
     from fsdprl.scoring import Rewards
@@ -47,6 +48,41 @@ class Evaluation:
             for row in rows
         ]
         return [lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]]
+
+
+class Evaluator:
+    """Evaluation every so many steps of a recipe's loop, and of the last weights.
+
+    sampler.pull()
+    evaluate(step)
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        sampler: "Sampler",
+        rewards: "Rewards",
+        held_out: "Prompts",
+        *,
+        every: int,
+        prompts: int,
+        samples: int,
+    ) -> None:
+        """every: steps between evaluations, 0 for none; prompts: most of one; samples: see `evaluate`."""
+        self.run, self.sampler, self.rewards, self.held_out = run, sampler, rewards, held_out
+        self.every, self.prompts, self.samples = every, prompts, samples
+
+    def __call__(self, step: int) -> None:
+        """If this step is one of them."""
+        if self.every and step % self.every == 0:
+            prompts = self.held_out.first(self.prompts)
+            evaluate(self.run, self.sampler, self.rewards, prompts, samples=self.samples)
+
+    def last(self) -> None:
+        """After the loop, of the weights that it ended with."""
+        if self.every:
+            self.sampler.pull()
+            self(0)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from the LM head, in chunks of tokens, recomputed in backward.
+"""Log-probabilities, and what else is one number a token, from the LM head: in chunks, recomputed in backward.
 
 Of S loss tokens and V words, no [S, V] tensor exists in forward or backward: at most a few
 [chunk, V] ones at a time. The head's weight gradient is accumulated once, in place.
@@ -6,6 +6,7 @@ Of S loss tokens and V words, no [S, V] tensor exists in forward or backward: at
 Shapes: S loss tokens, C tokens of a chunk, V words, H hidden size.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,19 +23,28 @@ def head_logp(
     temperature_S: Tensor | None,
     *,
     chunk_tokens: int,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability [S] of each target under softmax(logits / temperature), and its entropy [S].
+    also: Collection[str] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probability [S] of each target under p = softmax(logits / temperature), and what `also` names of p.
 
-    Temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of
-    `hidden_SH`; what follows in float32 (float64 for a float64 model). Entropy is in nats, None
-    unless asked for. Both are differentiable in hidden, weight and bias, once. S may be 0: the
-    results are empty and still connected to the graph.
+    also: "entropy", in nats, and "collision", log sum_v p(v)^2: the log-probability that two draws
+    agree. Temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of
+    `hidden_SH`; what follows in float32 (float64 for a float64 model). Log-probability and entropy are
+    differentiable in hidden, weight and bias, once; collision is not. S may be 0: the results are
+    empty and still connected to the graph.
     """
-    logp, entropies = _ChunkedHead.apply(
-        hidden_SH, weight_VH, bias_V, target_S, temperature_S, chunk_tokens, entropy
+    logp, *others = _ChunkedHead.apply(
+        hidden_SH,
+        weight_VH,
+        bias_V,
+        target_S,
+        temperature_S,
+        chunk_tokens,
+        "entropy" in also,
+        "collision" in also,
     )
-    return logp, entropies if entropy else None
+    beside: dict[str, Tensor] = {"entropy": others[0], "collision": others[1]}
+    return logp, {name: beside[name] for name in also}
 
 
 def _logits(
@@ -57,35 +67,40 @@ class _ChunkedHead(torch.autograd.Function):
         temperature: Tensor | None,
         chunk_tokens: int,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        collision: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         temperature = None if temperature is None else temperature.to(wide)
         logp = hidden.new_empty(len(target), dtype=wide)
         normalisers = torch.empty_like(logp)
-        entropies = torch.zeros_like(logp)
+        entropies, collisions = torch.zeros_like(logp), torch.zeros_like(logp)
 
         def chunk(span: slice) -> None:
             logits = _logits(hidden, weight, bias, temperature, span)
             picked = logits.gather(1, target[span, None]).squeeze(1)
             normalisers[span] = torch.logsumexp(logits, dim=1)
             logp[span] = picked - normalisers[span]
-            if entropy:
+            if entropy or collision:
                 logits.sub_(normalisers[span, None])
+            if entropy:
                 entropies[span] = -logits.exp().mul_(logits).sum(1)
+            if collision:  # the likeliest word's share is not lost to underflow
+                collisions[span] = torch.logsumexp(logits.mul_(2), dim=1)
 
         for start in range(0, len(target), chunk_tokens):
             chunk(slice(start, start + chunk_tokens))
         ctx.save_for_backward(hidden, weight, bias, target, temperature, normalisers, entropies)
         ctx.chunk_tokens = chunk_tokens
         ctx.entropy = entropy
-        return logp, entropies
+        ctx.mark_non_differentiable(collisions)
+        return logp, entropies, collisions
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Any, ...]:
-        grad_logp, grad_entropy = grad_outputs
+        grad_logp, grad_entropy, _ = grad_outputs
         hidden, weight, bias, target, temperature, normalisers, entropies = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -116,7 +131,7 @@ class _ChunkedHead(torch.autograd.Function):
             chunk(slice(start, start + ctx.chunk_tokens))
         grads = [(grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias)]
         cast = [None if grad is None else grad.to(like.dtype) for grad, like in grads]
-        return (*cast, None, None, None, None)
+        return (*cast, None, None, None, None, None)
 
 
 def _grad_logits(

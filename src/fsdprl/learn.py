@@ -19,7 +19,9 @@ from fsdprl.rows import gather_columns
 from fsdprl.segments import row_count
 from fsdprl.worker import Worker
 
-MODEL_COLUMNS = ("logp", "entropy", "value", "score")
+BESIDE = ("entropy", "collision")
+"""What the forward pass of a policy makes beside log-probs, if asked."""
+MODEL_COLUMNS = ("logp", *BESIDE, "value", "score")
 """Names a loss may ask for that the forward pass makes."""
 
 
@@ -91,7 +93,7 @@ def forward(
     """Run the model over rows without gradient.
 
     microbatch: number of the microbatch that each row runs in, [R]; microbatches: how many there are, the same
-    on every rank. out: what the model makes ("logp", "entropy", "value") -> token column to store it as. A reward
+    on every rank. out: what the model makes ("logp", "value", or of BESIDE) -> token column to store it as. A reward
     model's scores are returned instead, float64 [R].
     """
     network = worker.models[model].network
@@ -99,14 +101,12 @@ def forward(
     scores = torch.zeros(len(rows), dtype=torch.float64)
     for positions in _places(microbatch, microbatches):
         row_ids = rows[positions].tolist()
-        first, entropy = network(
-            packed(worker, row_ids, temperature[positions]), entropy="entropy" in out
-        )
+        also = [name for name in BESIDE if name in out]
+        first, others = network(packed(worker, row_ids, temperature[positions]), also=also)
         if network.kind == "reward":
             scores[positions] = first.double().cpu()[: len(positions)]
         for made, name in out.items():
-            values = entropy if made == "entropy" else first
-            worker.store.set_column(name, row_ids, values.cpu())
+            worker.store.set_column(name, row_ids, others.get(made, first).cpu())
         worker.progress()
     return scores if network.kind == "reward" else None
 
@@ -140,8 +140,8 @@ def forward_backward(
         local = {name: values[positions] for name, values in samples.items()}
         with torch.set_grad_enabled(train):
             batch = packed(worker, row_ids, local["temperature"])
-            first, entropy = network(batch, entropy="entropy" in names)
-            made = {"entropy": entropy, "logp": first, "value": first, "score": first}
+            first, others = network(batch, also=[name for name in BESIDE if name in names])
+            made = others | dict.fromkeys(("logp", "value", "score"), first)
             columns = gather_columns(worker.store, row_ids, stored, local)
             columns = made | {
                 name: _to(values, worker.device, first.dtype) for name, values in columns.items()

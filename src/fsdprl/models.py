@@ -7,7 +7,7 @@ sharded, then filled, then checked against its own unpacked forward.
 Shapes: T tokens of a microbatch, S loss tokens, R rows, H hidden size, L tokens of one row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,11 +115,14 @@ class PackedModel(nn.Module):
         self.hf.eval()
         return self
 
-    def forward(self, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """policy: (log-probs [S], entropies [S] if asked for, else None), float32 or float64.
+    def forward(
+        self, packed: Packed, *, also: Collection[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """policy: (log-probs [S], {name: [S]} of "entropy" and "collision" as far as `also` names them),
+        float32 or float64; see head_logp.
 
-        value: (value [S] of the state before each loss token, None). reward: (score [R], None) at
-        the last token of each row. Differentiable; empty results stay connected to the graph.
+        value: (value [S] of the state before each loss token, {}). reward: (score [R], {}) at the
+        last token of each row. Differentiable; empty results stay connected to the graph.
         """
         hidden_TH = self._body(
             packed.ids,
@@ -128,10 +131,10 @@ class PackedModel(nn.Module):
         )
         if self.kind == "reward":
             ends = torch.tensor(packed.lengths).cumsum(0)[: packed.rows] - 1
-            return self._score(hidden_TH[ends.to(hidden_TH.device)]), None
+            return self._score(hidden_TH[ends.to(hidden_TH.device)]), {}
         hidden_SH = hidden_TH.index_select(0, packed.target - 1)
         if self.kind == "value":
-            return self._score(hidden_SH), None
+            return self._score(hidden_SH), {}
         head = self.hf.get_output_embeddings()
         return head_logp(
             hidden_SH,
@@ -140,7 +143,7 @@ class PackedModel(nn.Module):
             packed.ids[packed.target],
             packed.temperature if packed.tempered else None,
             chunk_tokens=self.head_chunk_tokens,
-            entropy=entropy,
+            also=also,
         )
 
     def unpacked(self, ids_L: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdprl import coupled, weights
+from fsdprl import coupled
 from fsdprl.batch import Batch
 from fsdprl.errors import UserError
 from fsdprl.policy import Policy
-from fsdprl.preference import check_dpo_options, dpo_loss
+from fsdprl.preference import check_dpo_options, dpo_loss, dpo_wpo_loss
 
 SORTED = {
     "aot": (coupled.aot_loss, coupled.aot_targets),
@@ -22,7 +22,7 @@ SORTED = {
 class PairLoss:
     """A preference loss. Batches need `chosen`, `unit` and the token column `logp_ref`.
 
-        batch["weight"] = loss.weight(batch, policy)
+        batch["weight"] = weights.row_mean(batch["loss_tokens"])
         policy.forward_backward(batch, loss.of(batch, policy))
 
     Track it with the run: bco_pair's shift is a running mean.
@@ -39,8 +39,8 @@ class PairLoss:
     ) -> None:
         """losses: names of preference.dpo_loss, or `aot` or `aot_unpaired` alone. options: keywords of dpo_loss.
 
-        wpo: weigh pairs by their likelihood under the policy. bco_shift: bco_pair's shift is the running mean
-        reward, not 0. Raises UserError for options that could have no effect.
+        wpo: weigh pairs by their likelihood under the policy (dpo_wpo_loss). bco_shift: bco_pair's shift is the
+        running mean reward, not 0. Raises UserError for options that could have no effect.
         """
         self.losses, self.wpo, self.shifts = list(losses), wpo, bco_shift
         self.sum, self.count = 0.0, 0
@@ -100,22 +100,14 @@ class PairLoss:
                 target = targets(now - reference, batch["chosen"])
             batch["aot_target"] = target
             return partial(loss, **self.options)
+        loss = partial(dpo_wpo_loss if self.wpo else dpo_loss, **self.options)
         if not self.shifts:
-            return partial(dpo_loss, **self.options)
+            return loss
         if training:
             now, reference = self.sums(batch, policy)
             self.sum += self.options.get("beta", 0.1) * float((now - reference).sum())
             self.count += len(batch)
-        return partial(dpo_loss, **self.options, shift=self.sum / max(self.count, 1))
-
-    def weight(self, batch: Batch, policy: Policy) -> Tensor:
-        """Weights [N] of a mean over pairs, times WPO's factor where that is wanted."""
-        weight = weights.row_mean(batch["loss_tokens"])
-        if not self.wpo:
-            return weight
-        policy.logprobs(batch, out="logp_now")
-        mean = batch.row_sum("logp_now") / batch["loss_tokens"]
-        return weight * coupled.wpo_factor(mean, batch["chosen"], batch["unit"])
+        return partial(loss, shift=self.sum / max(self.count, 1))
 
     def sums(self, batch: Batch, policy: Policy) -> tuple[Tensor, Tensor]:
         """Log-probs of each completion now and under the reference, [N] each, from a pass without gradient."""

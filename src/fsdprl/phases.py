@@ -80,12 +80,14 @@ class Phases:
             model = self.models[name]
             there = {"weights": model.weights, "optimizer": model.optimizer or not optimizer}
             onto[name] = [part for part, is_there in there.items() if not is_there]
+        trained = {name: parts for name, parts in onto.items() if self.models[name].trained}
+        frozen = {name: parts for name, parts in onto.items() if name not in trained}
         if entering:
-            self._move(TO_TRAIN, off, onto, always=True)
+            self._move(TO_TRAIN, off, trained, always=True)
         else:
-            frozen = not any(self.models[name].trained for name in names)
             self._move("ref_offload", off, {})
-            self._move("ref_onload" if frozen else TO_TRAIN, {}, onto)
+            self._move(TO_TRAIN, {}, trained)
+        self._move("ref_onload", {}, frozen)
         self.at = "train"
         self.changed = self.changed or (changes and names[0] == self.pulled)
 

@@ -13,11 +13,12 @@ from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.controller import current
 from fsdprl.device import device_type
 from fsdprl.dryrun import memory_estimate
+from fsdprl.errors import UserError
 from fsdprl.functions import positional_names
 from fsdprl.options import DType, ShardingOptions
 from fsdprl.run_saves import collect
 
-MADE = {"policy": ("logp", "entropy"), "value": ("value",), "reward": ("score",)}
+MADE = {"policy": ("logp", "entropy", "collision"), "value": ("value",), "reward": ("score",)}
 """Columns that a forward pass makes and a loss may ask for by name."""
 
 
@@ -218,7 +219,7 @@ class Trained(Network):
 
 
 class Policy(Trained):
-    """The model being trained. `logp` and `entropy` are what a loss may ask it for."""
+    """The model being trained. `logp`, `entropy` and `collision` (heads.py) are what a loss may ask it for."""
 
     phase = "old_log_p"
 
@@ -231,22 +232,59 @@ class Policy(Trained):
 
 
 class Reference(Network):
-    """A frozen policy, which may follow the one being trained."""
+    """A frozen policy, which may follow the one being trained. Track it with the run if it does."""
 
     phase = "reference_model"
 
-    def __init__(self, path: str, *, name: str = "reference", **options: Any) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        name: str = "reference",
+        follow_every: int = 0,
+        follow_share: float = 1.0,
+        **options: Any,
+    ) -> None:
+        """follow_every: steps after which it moves towards the policy, 0 for never; follow_share: by how much.
+        Raises UserError for a share outside (0, 1]."""
+        if follow_every < 0 or not 0 < follow_share <= 1:
+            raise UserError(
+                "--follow-every must be at least 0, --follow-share above 0 and at most 1"
+            )
         super().__init__(path, name=name, **options)
+        self.follow_every, self.follow_share = follow_every, follow_share
+
+    @property
+    def constant(self) -> bool:
+        """Whether it stays as its checkpoint is, so that a run need not save it."""
+        return not self.follow_every
 
     def logprobs(self, batch: Batch, *, out: str = "logp_ref") -> None:
         """Log-probability of every loss token under the frozen model, into token column `out`."""
         self.run(batch, {"logp": out})
 
-    def follow(self, policy: Policy, share: float = 1.0) -> None:
-        """weights = share * the policy's + (1 - share) * its own. Track it with the run if you do."""
-        payload = {"model": self.name, "source": policy.name, "share": share}
+    def follow(self, policy: Policy, step: int) -> None:
+        """At the end of a step: weights = share * the policy's + (1 - share) * its own, if it is time to."""
+        if self.constant or (step + 1) % self.follow_every:
+            return
+        payload = {"model": self.name, "source": policy.name, "share": self.follow_share}
         current().phases.train(self.name, policy.name, changes=True)
         current().call("model.blend", payload, phase="update").wait()
+
+
+def kl_reference(
+    path: str, coef: float, follow_every: int, follow_share: float, **options: Any
+) -> Reference | None:
+    """The model that a KL with this coefficient is measured from: none where it is 0. options: of Reference.
+
+    Raises UserError for --follow-every without a reference.
+    """
+    if coef:
+        follow = {"follow_every": follow_every, "follow_share": follow_share}
+        return Reference(path, **follow, **options)
+    if follow_every:
+        raise UserError(f"--follow-every {follow_every} has no effect without --kl-coef")
+    return None
 
 
 class Critic(Trained):

@@ -45,6 +45,9 @@ class PrecomputedReference:
         batch["logp_ref_sum"] = self.sums[batch["completion"]]
         batch.apply(on_first_token, out="logp_ref")
 
+    def follow(self, policy: Policy, step: int) -> None:
+        """It stays."""
+
     def save(self, folder: Path) -> None:
         """Write the sums."""
         save_file({"sums": self.sums}, folder / FILE)
@@ -57,10 +60,15 @@ class PrecomputedReference:
 class UniformReference:
     """The reference of reference-free losses: every completion is equally likely."""
 
+    constant = True
+
     def logprobs(self, batch: Batch) -> None:
         """A token column `logp_ref` of zeros."""
         batch["logp_ref_sum"] = 0.0
         batch.apply(on_first_token, out="logp_ref")
+
+    def follow(self, policy: Policy, step: int) -> None:
+        """It stays."""
 
 
 def on_first_token(logp_ref_sum: Tensor, segment: Tensor) -> Tensor:

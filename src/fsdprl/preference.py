@@ -22,7 +22,14 @@ from torch.nn.functional import logsigmoid
 
 from .losses import RowLoss, check_shapes
 from .pairwise import OF_SCORES, PAIR_LOSSES, Pairs, Scores, find_pairs, smoothed
-from .segments import row_count, segment_count, segment_first, segment_position, segment_sum
+from .segments import (
+    row_count,
+    segment_count,
+    segment_first,
+    segment_mean,
+    segment_position,
+    segment_sum,
+)
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
@@ -116,6 +123,57 @@ def dpo_reference_free_loss(
         discopop_tau=discopop_tau,
         shift=shift,
     )
+
+
+def dpo_wpo_loss(
+    logp: Tensor,
+    collision: Tensor,
+    logp_ref: Tensor,
+    chosen: Tensor,
+    unit: Tensor,
+    segment: Tensor,
+    *,
+    losses: Sequence[str] = ("sigmoid",),
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    rpo_alpha: float = 0.0,
+    ld_alpha: float = 1.0,
+    f_divergence: Divergence = "reverse_kl",
+    f_alpha: float = 0.5,
+    discopop_tau: float = 0.05,
+    shift: float = 0.0,
+) -> RowLoss:
+    """dpo_loss of pairs weighed by how likely the policy would write both (WPO, Zhou et al. 2024, eq. 2).
+
+    A pair's factor, without gradient, is the product over its completions of
+    exp(mean over tokens of logp - collision): a token's probability, next to the mean probability
+    sum_v p(v)^2 = exp(collision) of what the policy itself would draw there. It multiplies the losses
+    and not rpo_alpha's likelihood. One metric more: wpo_factor.
+    """
+    check_shapes(logp=logp, collision=collision)
+    plain = dpo_loss(
+        logp,
+        logp_ref,
+        chosen,
+        unit,
+        segment,
+        losses=losses,
+        loss_weights=loss_weights,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        ld_alpha=ld_alpha,
+        f_divergence=f_divergence,
+        f_alpha=f_alpha,
+        discopop_tau=discopop_tau,
+        shift=shift,
+    )
+    rows = row_count(segment)
+    pairs = find_pairs(chosen, unit, segment, rows)
+    aligned = segment_mean((logp - collision).detach(), segment, rows)
+    factor = pairs.spread((aligned[pairs.chosen] + aligned[pairs.rejected]).exp())
+    nll = pairs.spread(-segment_mean(logp, segment, rows)[pairs.chosen])
+    return RowLoss(factor * plain.loss + rpo_alpha * nll, plain.metrics | {"wpo_factor": factor})
 
 
 def pair_scores(

@@ -204,19 +204,25 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
-def prompt_sets(
-    data: str, eval_data: str, eval_share: float, **options: Any
-) -> tuple[Prompts, Prompts]:
-    """(prompts to train on, held-out prompts): from eval_data if there is one, else a share of data.
+ASKED = (
+    "prompt_key", "answer_key", "prompt_format", "chat_template", "system", "max_prompt_length", "long_prompts", "seed",
+)  # fmt: skip
+"""Fields of a recipe that Prompts takes under the same names."""
 
-    options: those of Prompts, for both. Raises UserError as it does. With --dry-run the first two
-    prompts of the first step are shown as the model would read them.
+
+def prompt_sets(cfg: Any) -> tuple[Prompts, Prompts]:
+    """(prompts to train on, held-out prompts): from cfg.eval_data if there is one, else a share of cfg.data.
+
+    cfg: a recipe's Config, with data, eval_data, eval_share, model (its tokenizer) and those of ASKED. Raises
+    UserError as Prompts does. With --dry-run the first two prompts of the first step are shown as the model would
+    read them.
     """
-    train = Prompts(data, **options)
-    if eval_data:
-        held_out = Prompts(eval_data, flag="--eval-data", **options)
+    options = {name: getattr(cfg, name) for name in ASKED} | {"tokenizer_path": cfg.model}
+    train = Prompts(cfg.data, **options)
+    if cfg.eval_data:
+        held_out = Prompts(cfg.eval_data, flag="--eval-data", **options)
     else:
-        train, held_out = train.split(eval_share)
+        train, held_out = train.split(cfg.eval_share)
     controller = current()
     if controller.flags.dry_run:
         for prompt in train.at(0, min(2, len(train))):

@@ -136,6 +136,9 @@ class Tracked:
         """How often a run was resumed without its random numbers: part of every seed of sampling."""
 
     def add(self, name: str, thing: Any) -> None:
+        """None, and what says of itself that it is constant, need no saving."""
+        if thing is None or getattr(thing, "constant", False):
+            return
         if name in self.models or name in self.states:
             raise UserError(f"run.track({name}=...): this name is already tracked")
         if hasattr(thing, "save") and hasattr(thing, "load"):

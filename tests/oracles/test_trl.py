@@ -8,9 +8,8 @@ Runs where trl can be imported: pip install trl. Written against trl 1.16. Diffe
 - sft is a mean over the chosen tokens of the batch; ours is one over each pair's, so that a pair's loss does not depend
   on the other pairs. Equal where the chosen completions are equally long; that is what is compared.
 - The alpha-divergence is computed in float32, and refuses float64: compared in float32.
+- use_weighting (WPO) cannot be trained with hinge there: it multiplies in place what relu's gradient needs.
 - KTO's baseline is a mean over the ranks' means, ours over the rows; equal where ranks have as many rows.
-- WPO divides by the sum of squared probabilities of each position (the paper's alignment); the recipe here weighs by
-  the likelihood alone. Compared with their alignment at 0.
 - ld_alpha, rpo_alpha: TRL has no rpo_alpha any more (it is sigmoid + sft with weights); ld_alpha agrees.
 """
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdprl import coupled, losses, preference, weights
+from fsdprl.heads import head_logp
 from tests.oracles.ragged import Ragged, reduced, same
 
 trl = pytest.importorskip("trl", reason="trl is not installed", exc_type=ImportError)
@@ -51,8 +51,9 @@ class Model:
 
     training, is_gradient_checkpointing = True, False
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, table: Tensor, collision: Tensor | None = None) -> None:
         self.table = table
+        self.collision = torch.zeros_like(table) if collision is None else collision
 
     def __call__(self, **_: Any) -> Any:
         zeros = torch.zeros_like(self.table)
@@ -61,7 +62,7 @@ class Model:
             entropy=zeros,
             mean_logits=zeros,
             is_top1=zeros.bool(),
-            log_sum_sq_probs=zeros,
+            log_sum_sq_probs=self.collision,
         )
 
 
@@ -80,7 +81,9 @@ def inputs(rows: Ragged) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros_like(mask), "attention_mask": mask, "completion_mask": mask}
 
 
-def their_dpo(logp: Tensor, ref: Tensor, rows: Ragged, **options: Any) -> Tensor:
+def their_dpo(
+    logp: Tensor, ref: Tensor, rows: Ragged, collision: Tensor | None = None, **options: Any
+) -> Tensor:
     from trl import DPOTrainer
 
     fields = {
@@ -89,7 +92,7 @@ def their_dpo(logp: Tensor, ref: Tensor, rows: Ragged, **options: Any) -> Tensor
         "args": SimpleNamespace(discopop_tau=0.05, gradient_checkpointing_kwargs=None, gradient_checkpointing=False),
     } | options  # fmt: skip
     tables = [table.masked_fill(~rows.mask, 0.0) for table in (logp, ref)]
-    policy = Model(tables[0])
+    policy = Model(tables[0], collision)
     them = trainer(ref_model=Model(tables[1]), **fields)
     them.model = policy
     return DPOTrainer._compute_loss(them, policy, inputs(rows), False)
@@ -225,29 +228,44 @@ def test_losses_that_sort_the_batch(name: str, smoothing: float, seed: int):
 
 
 @SEEDS
-def test_wpo_without_alignment(seed: int):
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "nca_pair"])
+def test_wpo(name: str, seed: int):
     rows = Ragged.of(seed)
-    ref = rows.logps()
-    chosen, unit = halves(rows)
+    ref, collision = rows.logps(), rows.logps()
+    chosen, unit = map(rows.spread, halves(rows))
+    weight = weights.row_mean(rows.lengths)
 
     def ours(logp: Tensor) -> Tensor:
-        mean = (logp.detach() * rows.mask).sum(1) / rows.lengths
-        columns = (
-            rows.pack(logp),
-            rows.pack(ref),
-            rows.spread(chosen),
-            rows.spread(unit),
-            rows.segment,
+        columns = (*map(rows.pack, (logp, collision, ref)), chosen, unit, rows.segment)
+        return reduced(
+            preference.dpo_wpo_loss(*columns, losses=[name], beta=0.3), weight, rows.segment
         )
-        weight = weights.row_mean(rows.lengths) * coupled.wpo_factor(mean, chosen, unit)
-        return reduced(preference.dpo_loss(*columns, beta=0.3), weight, rows.segment)
 
-    same(
-        ours,
-        lambda logp: their_dpo(logp, ref, rows, loss_types=["sigmoid"], use_weighting=True),
-        rows.near(ref),
-        rows.mask,
+    def theirs(logp: Tensor) -> Tensor:
+        return their_dpo(logp, ref, rows, collision, loss_types=[name], use_weighting=True)
+
+    same(ours, theirs, rows.near(ref), rows.mask)
+
+
+def test_collision_is_theirs():
+    """log sum_v p(v)^2 out of chunks of the LM head."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=draw) for n in (12, 50))
+    target, names = torch.randint(50, (12,), generator=draw), ("entropy", "log_sum_sq_probs")
+    theirs = ChunkedLogProbFunction.apply(hidden, weight, None, target, 0.7, 16, None, 1.0, names)
+    ours = head_logp(
+        hidden,
+        weight,
+        None,
+        target,
+        torch.full((12,), 0.7),
+        chunk_tokens=5,
+        also=("entropy", "collision"),
     )
+    made = (ours[0], ours[1]["entropy"], ours[1]["collision"])
+    torch.testing.assert_close(made, theirs[:3], rtol=1e-5, atol=1e-5)
 
 
 @SEEDS

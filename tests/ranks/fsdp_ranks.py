@@ -58,9 +58,9 @@ def backward(model: PackedModel, world: World, scale: float = 1.0) -> Tensor:
     every = rows(*LENGTHS, temperature=0.8)
     for positions in microbatches(world.rank, world.size):
         batch = pack([every[i] for i in positions], CPU)
-        result, entropy = model(batch, entropy=model.kind == "policy")
+        result, others = model(batch, also=("entropy",) if model.kind == "policy" else ())
         weights = [0.1 * (i + 1) for i in positions for _ in range(int(every[i][1].sum()))]
-        per_token = result.square() if entropy is None else result + 0.2 * entropy
+        per_token = result + 0.2 * others["entropy"] if others else result.square()
         loss = (per_token * torch.tensor(weights, dtype=result.dtype)).sum() * scale
         loss.backward()
         total += loss.detach().double()

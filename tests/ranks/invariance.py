@@ -4,6 +4,7 @@ The rows are uneven, and more ranks than some minibatch has rows: some ranks run
 """
 
 import dataclasses
+import inspect
 import json
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,9 @@ import torch
 
 import fsdprl as rl
 from fsdprl.controller import current
+from fsdprl.functions import function_ref
 from fsdprl.losses import RowLoss
+from fsdprl.pairwise import PAIR_LOSSES
 from fsdprl.segments import row_count, segment_mean
 
 
@@ -74,21 +77,18 @@ POLICY_LOSSES = {
     "sft": rl.losses.sft_loss,
     "row_square": row_square,
 }
-PAIR_LOSSES = (
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "robust",
-    "apo_zero",
-    "sppo_hard",
-    "nca_pair",
-    "sigmoid_norm",
-)
+FREE = {
+    "cpo": rl.preference.cpo_loss,
+    "simpo": rl.preference.simpo_loss,
+    "orpo": rl.preference.orpo_loss,
+    "reference_free": rl.preference.dpo_reference_free_loss,
+    "wpo": partial(rl.preference.dpo_wpo_loss, rpo_alpha=0.2),
+}
+"""Losses of pairs besides dpo_loss, which is run under each of its names."""
 COUPLED = {
     "aot": rl.PairLoss(["aot"], beta=0.3, label_smoothing=0.1),
     "aot_unpaired": rl.PairLoss(["aot_unpaired"]),
     "bco_shift": rl.PairLoss(["bco_pair"], bco_shift=True),
-    "wpo": rl.PairLoss(["sigmoid"], wpo=True),
 }
 """Losses with a quantity of the whole batch, from a pass without gradient."""
 
@@ -100,15 +100,18 @@ def main(cfg: Config) -> None:
     model = {"dtype": cfg.dtype, "sharding": sharding, "optimizer": {"kind": "sgd"}}
     policy = rl.Policy(cfg.model, **model)
     critic = rl.Critic(cfg.model, **model, seed=3)
-    policy.save(Path(cfg.out) / "policy")
-    critic.save(Path(cfg.out) / "critic")
+    judge = rl.policy.TrainedRewardModel(cfg.model, name="judge", **model, seed=4)
+    networks = (policy, critic, judge)
+    for network in networks:
+        network.save(Path(cfg.out) / network.name)
     batch = make_batch(examples, policy, critic)
     results = {}
     for budget in cfg.budgets:
-        for network in (policy, critic):
+        for network in networks:
             network.sharding = dataclasses.replace(network.sharding, tokens_per_microbatch=budget)
-        for name, (network, part, losses) in cases(batch, policy, critic).items():
+        for name, (network, part, losses) in cases(batch, *networks).items():
             results[f"{name} budget {budget}"] = one_step(network, part, losses, cfg)
+            results.setdefault("losses", {}).update(dict.fromkeys(names(losses), 1.0))
     for name in ("gae_advantage", "gae_returns", "gae_white"):
         over, rows = batch.reduce(name), batch.row_sum(name)
         results[name] = {"mean": over.mean, "var": over.var, "min": over.min, "max": over.max}
@@ -134,6 +137,7 @@ def make_batch(examples, policy, critic) -> rl.Batch:
     batch.apply(partial(value_before, scale=0.3), out="value_old")
     batch["reward"] = torch.cos(order)
     batch["desirable"] = torch.arange(count) % 3 == 0
+    batch["margin"] = 0.1 * (torch.arange(count) // 2).double()
     batch.rebalance(2, seed=1)
     whitened_advantages(batch)
     return batch
@@ -171,7 +175,7 @@ def value_before(value_now, returns, *, scale: float):
     return value_now + scale * returns
 
 
-def cases(batch, policy, critic):
+def cases(batch, policy, critic, judge):
     """name -> (network, batch with its weights, losses)."""
     tokens = batch["loss_tokens"]
     batch["weight"] = rl.weights.token_mean(tokens)
@@ -195,11 +199,18 @@ def cases(batch, policy, critic):
         found[name] = (policy, part, surrogate)
     pairs = batch[:]
     pairs["weight"] = rl.weights.row_mean(tokens)
-    for name in PAIR_LOSSES:
-        found[f"pair {name}"] = (policy, pairs, partial(rl.preference.dpo_loss, losses=[name]))
+    for name, kind in PAIR_LOSSES.items():
+        smooth = "label_smoothing" in inspect.signature(kind).parameters
+        options = {"losses": [name]} | ({"label_smoothing": 0.1} if smooth else {})
+        found[f"pair {name}"] = (policy, pairs, partial(rl.preference.dpo_loss, **options))
+    for name, loss in FREE.items():
+        found[f"pair {name}"] = (policy, pairs, loss)
+    for name in ("bradley_terry_loss", "bradley_terry_margin_loss"):
+        loss = partial(getattr(rl.preference, name), center=0.1)
+        found[name] = (judge, pairs, loss)
     for name, coupled in COUPLED.items():
         part = batch[:]
-        part["weight"] = coupled.weight(part, policy)
+        part["weight"] = rl.weights.row_mean(tokens)
         found[f"coupled {name}"] = (policy, part, coupled.of(part, policy))
     found["coupled kto"] = (policy, pairs, kto(pairs, policy))
     found["ppo"] = (policy, batch[:], ppo)
@@ -213,10 +224,16 @@ def one_step(network, batch, losses, cfg: Config) -> dict:
     metrics |= network.optim_step(lr=0.5, max_grad_norm=0.0)
     if network.kind == "policy":
         network.logprobs(batch, out="after")
-    else:
+    elif network.kind == "value":
         network.values(batch, out="after")
+    after = network.run(batch, {}) if network.kind == "reward" else batch.row_sum("after")
     network.load(Path(cfg.out) / network.name)
-    return metrics | {f"row {i}": x for i, x in enumerate(batch.row_sum("after").tolist())}
+    return metrics | {f"row {i}": x for i, x in enumerate(after.tolist())}
+
+
+def names(losses) -> list[str]:
+    """Of the functions that a step was made with."""
+    return [function_ref(f).qualname for f in (losses if isinstance(losses, list) else [losses])]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from jobs import HERE, Job
 
 from tests import tiny
+from tests.every_loss import library_losses
 
 pytestmark = pytest.mark.ranks
 
@@ -34,7 +35,8 @@ def results(folder: Path, kind: str, ranks: int, dtype: str) -> dict[str, dict[s
         "--out",
         str(folder),
     ]
-    end = Job([*words, "--dtype", dtype], ranks=ranks).end(timeout_s=170)
+    budgets = ("4096", "40") if dtype == "float64" and ranks < 3 else ("4096",)
+    end = Job([*words, "--dtype", dtype, "--budgets", *budgets], ranks=ranks).end(timeout_s=170)
     assert end.code == 0, end.err
     return json.loads((folder / f"{ranks}.json").read_text())
 
@@ -45,8 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(one: dict, other: dict, tolerance: float) -> None:
-    assert one.keys() == other.keys()
-    for case in one:
+    assert other.keys() <= one.keys() and len(other) > 50
+    for case in other:
         for name, value in one[case].items():
             assert other[case][name] == pytest.approx(value, rel=tolerance, abs=tolerance), (
                 case,
@@ -85,6 +87,11 @@ def test_losses_move_the_model_and_differ(folder: Path):
         for name in case
         if name.endswith("grad_norm")
     )
+
+
+def test_no_loss_is_missing(folder: Path):
+    alone = results(folder / "64", "qwen2_tied", 1, "float64")
+    assert alone["losses"].keys() >= library_losses().keys()
 
 
 def test_advantages_are_whitened_over_the_whole_batch(folder: Path):

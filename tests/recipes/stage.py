@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from fsdprl.data import chat, example_rows, preference_rows
 from fsdprl.engines import Completion
 from fsdprl.errors import UserError
 from fsdprl.models import Packed
+from fsdprl.run_checkpoints import Tracked
 from tests import fake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,17 +54,20 @@ class Network(nn.Module):
         )
         self.weight = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
 
-    def forward(self, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, packed: Packed, *, also: Collection[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         where = packed.ids.double() * (1.3 + self.salt / 10) + packed.positions / 7
         wave = torch.sin(where + 3 * self.weight)
         if self.kind == "reward":
             ends = torch.tensor(packed.lengths).cumsum(0)[: packed.rows]
             means = [part.mean() for part in wave.split(list(packed.lengths))[: packed.rows]]
-            return torch.stack(means) if len(ends) else wave[:0], None
+            return torch.stack(means) if len(ends) else wave[:0], {}
         wave = wave[packed.target]
         if self.kind == "value":
-            return wave * self.weight, None
-        return -1 - 0.5 * wave / packed.temperature, 1 + 0.3 * wave if entropy else None
+            return wave * self.weight, {}
+        others = {"entropy": 1 + 0.3 * wave, "collision": -0.7 + 0.2 * wave.detach()}
+        return -1 - 0.5 * wave / packed.temperature, {name: others[name] for name in also}
 
 
 class Engine:
@@ -170,7 +174,10 @@ class Run:
         self.stage.run = self
 
     def track(self, **things: Any) -> None:
-        self.tracked |= things
+        kept = Tracked()
+        for name, thing in things.items():
+            kept.add(name, thing)
+        self.tracked |= kept.models | kept.states
 
     def steps(self, plan: Any) -> Iterator[int]:
         for self.step in range(plan.steps):

@@ -177,6 +177,27 @@ def test_grpo_reference_follows_the_policy(act):
     assert share == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+)
+def test_a_reference_follows_where_there_is_one(act, name):
+    moved = act(name, kl_coef=0.1, steps=2, follow_every=1, follow_share=0.5)
+    assert not moved.error and len(verbs(moved, "model.blend")) == 2
+    assert "reference" in moved.stage.run.tracked
+    assert (
+        "--follow-every 1 has no effect without --kl-coef"
+        in act(name, kl_coef=0.0, follow_every=1).error
+    )
+    assert "--follow-share" in act(name, kl_coef=0.1, follow_every=1, follow_share=1.5).error
+
+
+def test_a_bound_of_the_ratio_is_checked_before_anything_is_sampled(act):
+    for name in ("grpo", "dr_grpo", "dapo", "ppo"):
+        wrong = act(name, dual_clip=1.1)
+        assert "--dual-clip 1.1" in wrong.error and not verbs(wrong, "engine.generate")
+    assert "--clip-low" in act("grpo", clip_low=1.5).error
+
+
 # ---- PPO ---------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,9 @@ SAMPLED = {
     "clip_high": 0.02,
     "kl_coef": 0.3,
     "entropy_coef": 0.3,
+    "dual_clip": (1.3, {"lr": 3.0}),
+    "follow_every": (1, {"kl_coef": 0.3}),
+    "follow_share": (0.5, {"kl_coef": 0.3, "follow_every": 1}),
 }
 CHANGED: dict[str, Any] = {
     "eval_share": 0.3,
@@ -180,12 +183,8 @@ CHANGED: dict[str, Any] = {
     "rejected_key": "worse",
 }
 OWN: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "correction": rl.CorrectionOptions(kind="tis", cap=0.5),
-        "follow_every": (1, {"kl_coef": 0.3}),
-        "follow_share": (0.5, {"kl_coef": 0.3, "follow_every": 1}),
-    },
-    "gspo": {"clip_low": 1e-5, "clip_high": 1e-5},
+    "grpo": {"correction": rl.CorrectionOptions(kind="tis", cap=0.5)},
+    "gspo": {"clip_low": 1e-5, "clip_high": 1e-5, "dual_clip": (1.001, {"lr": 3.0})},
     "cispo": {"ratio_low": 0.99, "ratio_high": 1.01},
     "rloo": {"minibatches": (3, {}), "clip_low": (0.02, {"minibatches": 3}), "clip_high": (0.02, {"minibatches": 3})},
     "reinforce_pp": {"gamma": 0.5, "baseline": "group"},
@@ -214,7 +213,7 @@ OWN: dict[str, dict[str, Any]] = {
     "reward_model": {"margin_key": "gap", "center": 0.2},
     "kto": {
         "loss": "apo_zero", "beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 2.0,
-        "completion_key": "said", "label_key": "good",
+        "completion_key": "said", "label_key": "good", "follow_every": 1, "follow_share": (0.9, {"follow_every": 1}),
     },
     "sft": {
         "assistant_turns": "last", "eval_rows": (2, {"eval_every": 2}), "eval_share": (0.4, {"eval_every": 2}),
@@ -273,7 +272,9 @@ def cases() -> list[Any]:
         "minibatches",
         "clip_low",
         "clip_high",
+        "dual_clip",
         "kl_coef",
+        "follow_every",
         "entropy_coef",
         "group_size",
     }

@@ -24,8 +24,14 @@ def test_every_recipe_has_a_learning_test():
     assert {*GROUPED, "dapo", "ppo", "distill", "sft", "dpo", "kto", "reward_model"} == set(RECIPES)
 
 
+def figures(what: str, *series: list[float]) -> None:
+    """First and last of each series, for `pytest -s`."""
+    print(what, *(f"{values[0]:.3f} -> {values[-1]:.3f}" for values in series), sep="  ")
+
+
 def rises(rewards: list[float], least: float) -> None:
     """An untrained model answers with digits about 1 time in 5."""
+    figures("reward", rewards)
     assert rewards[0] < 0.35, rewards
     assert sum(rewards[-3:]) / 3 > least, rewards
 
@@ -59,6 +65,7 @@ def test_dapo_with_dynamic_sampling(files: dict[str, str], tmp_path: Path):
     rises(series(metrics, "begins_with_a_digit_rewards/mean"), 0.7)
     filtered = series(metrics, "train/filtered_share")
     rounds = series(metrics, "train/num_gen_batches")
+    figures("share filtered, rounds of generation", filtered, rounds)
     assert len(filtered) == len(rounds) == 20 and all(0 <= share <= 1 for share in filtered)
     assert filtered[-1] > filtered[0] and max(rounds) > 1 and max(rounds) <= 4
 
@@ -76,6 +83,7 @@ def test_ppo_and_its_critic(files: dict[str, str], tmp_path: Path):
     assert answered[:8] == scores[:8]  # the actor does not move yet
     rises([max(scores[:8]), *scores[8:]], 0.7)
     learnt, ablated = (series(m, "critic/vf_explained_var") for m in (metrics, without))
+    figures("explained variance, and without a critic that learns", learnt, ablated)
     assert max(ablated) < 0.1 and max(learnt[4:]) > 0.3, (learnt, ablated)
     assert learnt[0] == ablated[0]
     assert all(whole >= sum(parts) for whole, *parts in map(colocated, metrics))
@@ -105,6 +113,7 @@ def test_preference_accuracy_rises(name: str, files: dict[str, str], tmp_path: P
         eval_share=0.2,
     )
     before, after = metrics[0], metrics[-1]
+    figures("accuracy, margin", *(series(metrics, f"val/{it}") for it in ("acc", "margin")))
     assert after["val/acc"] > 0.95 and after["val/loss"] < before["val/loss"] - 0.2
     assert after["val/margin"] > before["val/margin"] + 0.5
 
@@ -121,6 +130,7 @@ def test_kto_accuracy_rises(files: dict[str, str], tmp_path: Path):
         eval_every=15,
         eval_share=0.2,
     )
+    figures("accuracy, loss", *(series(metrics, f"val/{it}") for it in ("acc", "loss")))
     assert metrics[-1]["val/acc"] > 0.95 and metrics[-1]["val/loss"] < metrics[0]["val/loss"] - 0.1
 
 
@@ -136,6 +146,7 @@ def test_sft_loss_falls(files: dict[str, str], tmp_path: Path):
         eval_every=25,
         eval_share=0.2,
     )
+    figures("held-out loss", series(metrics, "val/loss"))
     assert metrics[-1]["val/loss"] < metrics[0]["val/loss"] - 1.0
 
 
@@ -145,6 +156,7 @@ def test_distillation_lowers_the_kl_to_its_teacher(files: dict[str, str], tmp_pa
     flags = SAMPLING | {"group-size": 4, "eval-every": 20, "teacher": tmp_path / "teacher"}
     metrics = run("distill", files, tmp_path / "run", **flags)
     before, after = metrics[0]["eval/reverse_kl"], metrics[-1]["eval/reverse_kl"]
+    figures("reverse KL", series(metrics, "eval/reverse_kl"))
     assert before > 1.0 and after < 0.6 * before
     assert (
         metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.3
