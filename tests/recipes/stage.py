@@ -131,7 +131,8 @@ class Stage(fake.FakeController):
         self, worker: Any, *, model: str, path: str, kind: str, seed: int, **rest: Any
     ) -> dict:
         network: Any = Network(path, kind, seed)
-        optimizer: Any = rest["optimizer"]  # not None: trained
+        trained = rest["optimizer"] is not None
+        optimizer: Any = SimpleNamespace(loss_scale=1.0) if trained else None
         worker.models[model] = learn.Model(network, path, None, optimizer)
         return {"parameters": 1, "device": "cpu"}
 
