@@ -48,6 +48,10 @@ resume:
     .venv/bin/python -m pytest -m "slow or not slow" tests/recipes/test_exact_resume.py
     test ! -x .venv-vllm/bin/python || .venv-vllm/bin/python -m pytest -m "vllm and slow" tests/engines/test_vllm_recipes.py -k resumes
 
+# Kill a run at random moments 50 times, with automatic restarts: its weights must be the undisturbed run's.
+soak *args:
+    .venv/bin/python scripts/soak {{args}}
+
 # Tests that need an accelerator.
 gpu:
     .venv/bin/python -m pytest -m gpu

@@ -15,6 +15,7 @@ slowest rank, and the rank that took most memory. Run it on a machine that does 
 """
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -154,9 +155,10 @@ def main() -> None:
         folder = (args.checkpoints or Path(temporary)).resolve() / shape.name
         if rank.world.rank == 0 and not (folder / "tokenizer_config.json").exists():
             shape.write(folder)
-        places = [str(folder)]
-        dist.broadcast_object_list(places)
-        bench = Bench(rank, Path(places[0]), args)
+        place = torch.zeros(4096, dtype=torch.uint8)
+        place[: len(os.fsencode(folder))] = torch.tensor([*os.fsencode(folder)])
+        dist.broadcast(place, 0)
+        bench = Bench(rank, Path(bytes(place.tolist()).rstrip(b"\0").decode()), args)
         ways = {"pull": bench.pull, "naive": bench.naive, "memcpy": bench.memcpy}
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
         for _ in range(args.repeats + 1):

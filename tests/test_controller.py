@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.utils import _apply_to_tensors
 
+from fsdprl import moments
 from fsdprl import watch as watch_module
 from fsdprl.controller import Controller, Timeline, current, set_current
 from fsdprl.errors import Interrupted, RemoteError, UserError
@@ -147,6 +148,21 @@ def test_a_verb_that_raises_fails_every_handle_with_its_traceback(ranks):
         other.wait()
 
 
+def test_a_rank_out_of_memory_says_what_to_lower(ranks):
+    def exhausted(worker):
+        raise MemoryError("no more")
+
+    verbs = {"engine.generate": exhausted, "model.forward": exhausted}
+    for verb, option in (
+        ("engine.generate", "--engine.max-num-seqs"),
+        ("model.forward", "--sharding.tokens-per-microbatch"),
+    ):
+        with pytest.raises(RemoteError) as raised:
+            ranks(1, verbs).controller.call(verb, {}).wait()
+        assert "out of memory (its peak was" in raised.value.message
+        assert option in raised.value.message
+
+
 def test_an_unknown_verb_names_itself(ranks):
     with pytest.raises(RemoteError, match=r"KeyError: 'rows\.typo'"):
         ranks(1).controller.call("rows.typo", {}).wait()
@@ -198,6 +214,8 @@ def test_a_stall_names_the_rank_that_is_behind_with_its_stack(ranks):
     assert "rank 0 on host0 does not move either, after 5 steps" in error.message
     assert "in nap" in error.message and "rank 2" not in error.message
     assert re.search(r"in nap\n\s+time\.sleep\(", error.text)
+    assert sorted(error.stacks) == [f"rank {rank} on host{rank}" for rank in range(3)]
+    assert error.stacks["rank 1 on host1"] == error.text
 
 
 def test_a_rank_inside_a_collective_waits_for_the_culprit_however_far_that_got(ranks):
@@ -249,6 +267,16 @@ def test_the_controllers_own_thinking_has_no_deadline(ranks):
     assert job.watch.failure is None and handle.wait() == [{}]
 
 
+def test_every_rank_reaches_a_moment_before_each_verb_and_knows_the_step(ranks, monkeypatch):
+    met = []
+    monkeypatch.setattr(moments, "listeners", [met.append])
+    controller = ranks(2).controller
+    controller.step = 12
+    controller.call("ping", [{"a": 0}, {"a": 1}]).wait()
+    told = [(m.rank, m.step, m.facts["payload"]) for m in met if m.name == "ping"]
+    assert sorted(told, key=str) == [(0, 12, {"a": 0}), (1, 12, {"a": 1})]
+
+
 def test_traffic_is_counted_and_peeks_apart(ranks):
     controller = ranks(2).controller
     controller.timeline.drain()
@@ -273,10 +301,10 @@ def test_a_signal_between_halves_of_a_message_is_raised_after_it(ranks):
     controller = ranks(2, {"who": whoami}).controller
     real = controller._wire.send
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         controller.interrupt = Interrupted(signal.SIGTERM)  # as launch's handler does
         assert controller.uninterruptible
-        return real(*args)
+        return real(*args, **options)
 
     controller._wire.send = interrupted
     with pytest.raises(Interrupted):
@@ -361,7 +389,7 @@ def test_timeline_drains_spans_and_counts():
 def test_deadlines_of_starting_phases_are_longer():
     jobs = []
     controller = Controller(World(), stall_s=5.0)
-    controller._wire = SimpleNamespace(send=lambda *_: 0)
+    controller._wire = SimpleNamespace(send=lambda *_, **__: 0)
     controller._watch = SimpleNamespace(failure=None, expect=lambda ranks, job: jobs.append(job))
     controller.call("model.build", {}, phase="load")
     controller.call("engine.generate", {}, phase="rollout")

@@ -216,8 +216,6 @@ def test_no_vendor_no_pickle_no_remote_code(path):
         elif isinstance(node, ast.Import | ast.ImportFrom):
             source = getattr(node, "module", None)
             names = [".".join(filter(None, (source, alias.name))) for alias in node.names]
-        elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-            assert ast.unparse(node.value) == "False", where(path, node.lineno)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec"), (
                 f"{where(path, node.lineno)}: {node.func.id}"

@@ -156,11 +156,24 @@ def test_the_status_says_how_it_ended(tmp_path: Path, kind: str, state: str):
     assert status | expected == status
 
 
+def test_stacks_of_a_stall_are_kept(tmp_path: Path):
+    job = Job(tmp_path / "run")
+    with pytest.raises(Killed):
+        job.train(during=kill_at(3))
+    stacks = {"rank 0 on h": "in barrier", "rank 1 on h": "in sleep"}
+    job.end("stalled", "rank 1 is late", rank=1, host="h", phase="update", stacks=stacks)
+    kept = (tmp_path / "run" / "stacks.txt").read_text()
+    assert kept == "==== rank 0 on h\nin barrier\n\n==== rank 1 on h\nin sleep\n"
+    assert "stacks of all ranks: " in job.said.getvalue()
+    assert "stacks" not in read_json(tmp_path / "run" / "status.json")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"save_every": -1}, "--run.save-every"),
         ({"keep": -1}, "--run.keep"),
+        ({"skip_nonfinite": -1}, "--run.skip-nonfinite"),
         ({"log_every": 0}, "--run.log-every"),
         ({"profile": "a"}, "--run.profile"),
     ],

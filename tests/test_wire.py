@@ -97,7 +97,7 @@ def test_a_round_trip_counts_its_bytes():
     assert receive(wire) == (1, 0, 0.0, b"hi")
     assert wire.received == 16 + 8 + 8 + len(b"hi")
     body = encode({"x": torch.arange(3)})
-    assert wire.send([1], 7, "rows.free", [body]) == wire.sent == 16 + 8 + 40 + len(body)
+    assert wire.send([1], 7, "rows.free", [body]) == wire.sent == 16 + 8 + 8 + 40 + len(body)
     assert line.receive() == (7, "rows.free", body)
     line.reply(7, 1.5, encode(None))
     assert receive(wire) == (1, 7, 1.5, encode(None))

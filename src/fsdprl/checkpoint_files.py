@@ -7,6 +7,8 @@ from typing import Any
 
 from fsdprl.errors import UserError
 
+NO_CODE = {"trust_remote_code": False}
+"""For every call of transformers that could run a checkpoint's own Python. The only place that says so."""
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 

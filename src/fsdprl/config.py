@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fsdprl.config_file import Entry, read_toml
 from fsdprl.errors import UserError
+from fsdprl.redaction import redacted
 from fsdprl.suggest import closest_choice, nearest
 
 ConfigT = TypeVar("ConfigT")
@@ -75,7 +76,7 @@ def parse(
         return resolve(config_class, words)
     except UserError as error:
         if not quiet:
-            print(f"{program()}: error: {error}", file=sys.stderr, flush=True)
+            print(redacted(f"{program()}: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fsdprl.redaction import redacted
+
 # Label and the metrics that may fill it, first one found.
 HEADLINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("critic/score/mean", "reward/mean", "reward")),
@@ -133,13 +135,13 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line above the live display."""
-        self._rich.print(Text(text))
+        self._rich.print(Text(redacted(text)))
 
     def warn(self, text: str) -> None:
         """A warning, once however often it comes."""
         if text not in self._warned:
             self._warned.add(text)
-            self._rich.print(Text(f"warning: {text}", style="yellow"))
+            self._rich.print(Text(f"warning: {redacted(text)}", style="yellow"))
 
     def pause(self, paused: bool = True) -> None:
         """Leave the terminal alone, for a debugger; False takes it back."""
@@ -184,7 +186,8 @@ class Console:
 
 def sample_text(sample: Mapping[str, Any], most: int = 400) -> str:
     """Prompt and answer, shortened to fit a glance."""
-    return f"{shorten(str(sample.get('prompt', '')), most)}\n-> {shorten(str(sample.get('response', '')), most)}"
+    asked, said = (str(sample.get(name, "")) for name in ("prompt", "response"))
+    return redacted(f"{shorten(asked, most)}\n-> {shorten(said, most)}", prose=True)
 
 
 def shorten(text: str, most: int) -> str:

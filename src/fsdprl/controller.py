@@ -138,6 +138,8 @@ class Controller:
         self.uninterruptible = False
         self.changed = False
         """The step under way has changed what a checkpoint holds: it must be finished before a save."""
+        self.skipped, self.may_skip = 0, 0
+        """Updates left out because they were not finite, and how many may be (--run.skip-nonfinite)."""
         self.leaving: BaseException | None = None
         """Set by a signal that came when `changed`; the run raises it once the step is saved."""
         self._wire: Wire | None = None
@@ -192,7 +194,7 @@ class Controller:
         self.changed = self.changed or verb in CHANGES
         with self.whole():
             handle = self._expect(ranks, verb, phase or verb, stall_s, metered)
-            amount = self._wire.send(ranks, self._seq, verb, bodies)
+            amount = self._wire.send(ranks, self._seq, verb, bodies, step=self.step)
         self.timeline.count("wire.sent" if metered else "wire.peek", amount)
         return handle
 

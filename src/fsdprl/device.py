@@ -76,6 +76,12 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the device or on the host."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
 def reset_peak_memory() -> None:
     """Start a new peak. On a CPU whose kernel forbids it, the peak stays that of the process."""
     if device_type() != "cpu":

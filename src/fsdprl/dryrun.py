@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from fsdprl.checkpoint_files import NO_CODE
 from fsdprl.config import flatten, spelled
 from fsdprl.options import EngineOptions, ShardingOptions
 
@@ -94,9 +95,9 @@ def parameter_counts(path: str) -> tuple[Any, int, int, int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **NO_CODE)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **NO_CODE)
     sizes: dict[str, int] = {}
     total = 0
     for name, parameter in model.named_parameters():  # a tied weight is named once

@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fsdprl.errors import Interrupted, RemoteError, UserError
+from fsdprl.errors import Interrupted, NonFiniteError, RemoteError, UserError
 
 
 def describe(error: BaseException, recipe: Path) -> tuple[int, str, dict[str, Any]]:
@@ -15,8 +15,13 @@ def describe(error: BaseException, recipe: Path) -> tuple[int, str, dict[str, An
     if isinstance(error, RemoteError):
         message = error.message + where
         text = f"{error.text.rstrip()}\n\nfsdprl: {message}" if error.text else f"fsdprl: {message}"
-        fields = {"rank": error.rank, "host": error.host, "phase": error.phase}
+        fields: dict[str, Any] = {"rank": error.rank, "host": error.host, "phase": error.phase}
+        if error.stacks:
+            fields["stacks"] = error.stacks
         return 1, text, {"kind": error.kind, "message": message, **fields}
+    if isinstance(error, NonFiniteError):
+        message = f"{error}{where}"
+        return 1, f"fsdprl: {message}", {"kind": "nonfinite", "phase": "update", "message": message}
     if isinstance(error, UserError):
         return 2, f"fsdprl: {error}", {"kind": "user", "message": str(error)}
     if isinstance(error, KeyboardInterrupt):

@@ -18,11 +18,20 @@ class RemoteError(RuntimeError):
 
     Attributes: `rank`; `host`; `phase` (what the rank was told to do); `kind`: "raised" (the verb
     raised), "died" (its process is gone), "stalled" (no progress within the phase's deadline) or
-    "frozen" (silent and stopped); `text`: the worker's traceback, its stacks, or empty.
+    "frozen" (silent and stopped); `text`: the worker's traceback, its stacks, or empty;
+    `stacks`: of a stall, those of every rank, by its name.
     """
 
     def __init__(
-        self, message: str, *, rank: int, host: str, phase: str, kind: str, text: str = ""
+        self,
+        message: str,
+        *,
+        rank: int,
+        host: str,
+        phase: str,
+        kind: str,
+        text: str = "",
+        stacks: dict[str, str] | None = None,
     ) -> None:
         super().__init__(f"{text.rstrip()}\n\n{message}" if text else message)
         self.message = message
@@ -31,6 +40,11 @@ class RemoteError(RuntimeError):
         self.phase = phase
         self.kind = kind
         self.text = text
+        self.stacks = stacks or {}
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient holds infinities or NaN. Raised before any weight has changed."""
 
 
 class Interrupted(KeyboardInterrupt):

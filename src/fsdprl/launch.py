@@ -26,6 +26,7 @@ from fsdprl.errors import Interrupted, UserError
 from fsdprl.joining import Joining, check_same_files, listen
 from fsdprl.liveness import die_with_parent, tell_torchrun
 from fsdprl.options import RunOptions
+from fsdprl.redaction import redacted
 from fsdprl.run_folder import preflight
 from fsdprl.watch import Watch
 from fsdprl.world import World
@@ -94,7 +95,7 @@ def _refuse(world: World, error: UserError | SystemExit) -> NoReturn:
     if world.rank != 0 and code:
         time.sleep(5.0)  # a rank that exits first has torchrun kill rank 0 before it has spoken
     if isinstance(error, UserError):
-        print(f"fsdprl: {error}", file=sys.stderr)
+        print(redacted(f"fsdprl: {error}"), file=sys.stderr)
     sys.exit(code)
 
 
@@ -198,7 +199,7 @@ class Lead:
             with contextlib.suppress(Exception):
                 hook(True)
         if text:
-            print(text, file=sys.stderr, flush=True)
+            print(redacted(text), file=sys.stderr, flush=True)
             tell_torchrun()
         self._call_hooks(cause)
         if self.watch:
@@ -226,6 +227,6 @@ class Lead:
             try:
                 hook(known | cause)
             except Exception:
-                traceback.print_exc()
+                print(redacted(traceback.format_exc()), file=sys.stderr)
                 fine = False
         return fine

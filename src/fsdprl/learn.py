@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdprl.checkpoint_io import load_tensors, load_weights
 from fsdprl.checkpoint_save import narrowed_tensors, save_plan
+from fsdprl.errors import NonFiniteError
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.losses import RowLoss
 from fsdprl.mesh import shard_mesh
@@ -126,7 +127,8 @@ def forward_backward(
 
     train: False only measures the losses.
     samples: name -> [R], with `weight` and `temperature` among them; every row here has a non-zero weight.
-    Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by).
+    Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by); and
+    `nonfinite_rows`, if the loss of any row is NaN or infinite.
     """
     network, optimizer = worker.models[model].network, worker.models[model].optimizer
     scale = optimizer.loss_scale if optimizer else 1.0
@@ -135,6 +137,7 @@ def forward_backward(
     names = {name for function in functions for name in positional_names(function)}
     stored = sorted(names - set(MODEL_COLUMNS) | {"weight", "segment"})
     sums: dict[str, Tensor] = {}
+    bad: list[int] = []
     for positions in _places(microbatch, microbatches):
         row_ids = rows[positions].tolist()
         local = {name: values[positions] for name, values in samples.items()}
@@ -154,10 +157,32 @@ def forward_backward(
                 total = total + part
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
+                if not sums["loss"].isfinite():
+                    bad += nonfinite_rows(
+                        result, columns["weight"], columns["segment"], local, row_ids
+                    )
         if train:
             (total * scale).backward()
         worker.progress()
-    return {name: float(value) for name, value in sums.items()}
+    found = {"nonfinite_rows": sorted(set(bad))} if bad else {}
+    return {name: float(value) for name, value in sums.items()} | found
+
+
+def nonfinite_rows(
+    result: Any,
+    weight_S: Tensor,
+    segment_S: Tensor,
+    samples: dict[str, Tensor],
+    row_ids: Sequence[int],
+) -> list[int]:
+    """Ids of the rows whose share of loss * weight is NaN or infinite."""
+    if isinstance(result, RowLoss):
+        loss = result.loss.detach()
+        places = torch.arange(len(loss))
+        terms = loss.cpu() * samples["weight"][: len(loss)].cpu()
+    else:
+        terms, places = (result[0].detach() * weight_S).cpu(), segment_S.cpu()
+    return [row_ids[int(place)] for place in places[~terms.isfinite()].unique()]
 
 
 def weighted_sum(
@@ -194,12 +219,26 @@ def weighted_sum(
 
 def optim_step(
     worker: Worker, *, model: str, lr: float, weight_decay: float, max_grad_norm: float
-) -> dict[str, float]:
-    """One optimizer step over all shards. Raises NonFiniteError on every rank before touching a weight."""
+) -> dict[str, Any]:
+    """One optimizer step over all shards, or none on all of them: {"fault": why} where the gradient is not finite.
+
+    The gradient is gone afterwards, either way.
+    """
     optimizer = worker.models[model].optimizer
     if optimizer is None:
         raise ValueError(f"{model} is frozen: it has no optimizer")
-    return optimizer.step(lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+    try:
+        return optimizer.step(lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+    except NonFiniteError as error:
+        optimizer.zero_grad()
+        return {"fault": str(error)}
+
+
+def drop_gradient(worker: Worker, *, model: str) -> None:
+    """Forget what forward_backward has accumulated."""
+    optimizer = worker.models[model].optimizer
+    assert optimizer is not None
+    optimizer.zero_grad()
 
 
 def load(worker: Worker, *, model: str, path: str, optimizer: bool = True) -> None:
@@ -229,5 +268,6 @@ VERBS: dict[str, Callable[..., Any]] = {
     "model.forward": forward,
     "model.forward_backward": forward_backward,
     "model.optim_step": optim_step,
+    "model.drop_gradient": drop_gradient,
     "model.load": load,
 }

@@ -169,11 +169,11 @@ class Lifeline(threading.Thread):
         self._channel.send("hello", hello)
         self.start()
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the controller that the running verb raised."""
+    def failed(self, error: BaseException, note: str = "") -> None:
+        """Tell the controller that the running verb raised. note: what else to say about it."""
         text = "".join(traceback.format_exception(error))
         known = {"user": isinstance(error, UserError), "message": str(error)[:10_000]}
-        self._send("failed", known | {"text": text[-100_000:]})
+        self._send("failed", known | {"text": text[-100_000:], "note": note})
 
     def leave(self) -> None:
         """Announce a clean exit; the end of file that follows is no death."""

@@ -7,15 +7,19 @@ ranges and the sha256 of their contents in that order, as the rank computed it w
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fsdprl.records import read_json, sync_folder, write_json
+from fsdprl.moments import reached
+from fsdprl.records import as_text, read_json, sync_folder, write_json
 
 MANIFEST = "manifest.json"
 READ_BYTES = 16 << 20
+PICKLED = re.compile(r"\.(bin|pt|pth|pkl|pickle|ckpt|py)$|(^|/)\.metadata$")
+"""Files that others load by running what they say; none of a checkpoint's own is of that kind."""
 
 Parts = Mapping[str, Sequence[Mapping[str, Any]]]
 """Path inside the checkpoint -> {"ranges": [[start, end], ...], "sha256": ...} of each rank that wrote into it."""
@@ -27,6 +31,7 @@ def seal(folder: Path, step: int, written: Parts | None = None) -> None:
     written: what ranks wrote, flushed and hashed; every other file is flushed and hashed here. Raises OSError where a
     file is not as long as it was written, or the disk refuses.
     """
+    reached("seal", rank=0, step=step)
     written = written or {}
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -69,17 +74,22 @@ def verify(folder: Path) -> str:
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return f"{MANIFEST} is missing or unreadable"
-    if manifest.pop("sha256", "") != _own(manifest):
+    same = as_text(manifest).encode() == (folder / MANIFEST).read_bytes()
+    if manifest.pop("sha256", "") != _own(manifest) or not same:
         return f"the contents of {MANIFEST} have changed (sha256)"
     return next(_faults(folder, manifest["files"]), "")
 
 
 def _own(manifest: Mapping[str, Any]) -> str:
-    """sha256 of the manifest's other entries, however they are spaced."""
+    """sha256 of the manifest's other entries."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _faults(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    for name in sorted(there - files.keys() - {MANIFEST}):
+        if PICKLED.search(name):
+            yield f"{name} is not of this checkpoint, and of a kind that can hold code"
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():

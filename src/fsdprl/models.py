@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fsdprl.attention import IMPLEMENTATION, architecture, plan_segments, refuse_unsupported
-from fsdprl.checkpoint_files import find_checkpoint
+from fsdprl.checkpoint_files import NO_CODE, find_checkpoint
 from fsdprl.checkpoint_io import load_weights
 from fsdprl.errors import UserError
 from fsdprl.heads import head_logp
@@ -240,7 +240,7 @@ def empty_model(
     device: where it will live. attention: name of the attention function it will call.
     Raises UserError for an unsupported architecture.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, **NO_CODE)
     refuse_unsupported(config)
     auto: Any = AutoModelForCausalLM
     if kind != "policy":
@@ -255,9 +255,7 @@ def empty_model(
         config._experts_implementation = "eager"  # the grouped product has no kernel for them
     try:
         with init_empty_weights(include_buffers=False):
-            hf = auto.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+            hf = auto.from_config(config, dtype=dtype, attn_implementation=attention, **NO_CODE)
     except ValueError as error:
         raise UserError(f"{folder}: transformers cannot build this model: {error}") from None
     if not getattr(hf, "_supports_flash_attn", False):

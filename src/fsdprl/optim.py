@@ -15,16 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from fsdprl.device import has_fused_adamw
+from fsdprl.errors import NonFiniteError
 from fsdprl.loss_scale import LossScale
 from fsdprl.parallel import reshard
 
 NORM_CHUNK = 1 << 14
 """Elements whose squares are summed in the gradient's own precision, the rest in float64: float32
 alone would be off by 4e-5 at a million elements."""
-
-
-class NonFiniteError(RuntimeError):
-    """The gradient holds infinities or NaN. Raised on every rank, before any weight changed."""
 
 
 class Optimizer:
@@ -148,7 +145,7 @@ class Optimizer:
         first = int(_global_min(next(bad, len(names)), parameters))
         what = f"in {names[first]}" if first < len(names) else "only in the sum over all parameters"
         return (
-            f"the gradient norm is {norm} (first non-finite {what}); the step was not taken and no "
+            f"the gradient norm is {norm} (first non-finite {what}); the update was not taken and no "
             f"weight has changed"
         )
 

@@ -138,5 +138,7 @@ class RunOptions:
     """Trackers beside metrics.jsonl; they run in a child process and may fail without effect."""
     profile: str = ""
     """First and last step (from 0) of a torch profiler trace in OUT/profile, as 3:5; empty for none."""
+    skip_nonfinite: int = 0
+    """Updates to leave out because their loss or gradient is not finite before the run stops (0: it stops at once)."""
     stall_timeout_s: float = 600.0
     """Seconds without progress inside one phase before the job ends and names the rank."""

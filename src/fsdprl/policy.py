@@ -1,5 +1,6 @@
 """Models as the controller holds them: Policy, Reference, Critic, RewardModel. Each method is one verb to all ranks."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +14,14 @@ from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.controller import current
 from fsdprl.device import device_type
 from fsdprl.dryrun import memory_estimate
-from fsdprl.errors import UserError
+from fsdprl.errors import NonFiniteError, UserError
 from fsdprl.functions import positional_names
 from fsdprl.options import DType, ShardingOptions
 from fsdprl.run_saves import collect
 
 MADE = {"policy": ("logp", "entropy", "collision"), "value": ("value",), "reward": ("score",)}
 """Columns that a forward pass makes and a loss may ask for by name."""
+UNTAKEN = "the update was not taken and no weight has changed"
 
 
 class Network:
@@ -132,6 +134,13 @@ class Trained(Network):
 
     trained = True
 
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.learnt: list[Tensor] = []
+        """Ids of the rows whose gradient has been accumulated since the last update."""
+        self.nonfinite: list[int] = []
+        """Those of them whose loss is not finite."""
+
     def forward_backward(
         self, batch: Batch, loss: Callable[..., Any] | Sequence[Callable[..., Any]]
     ) -> dict[str, float]:
@@ -180,7 +189,12 @@ class Trained(Network):
             for where, plan in zip(positions, plans, strict=True)
         ]
         current().phases.train(self.name)
-        return current().call("model.forward_backward", payload, phase=phase).wait()
+        replies = current().call("model.forward_backward", payload, phase=phase).wait()
+        rows = [row for reply in replies for row in reply.pop("nonfinite_rows", ())]
+        if train:
+            self.learnt += [batch.row_ids[where] for where in positions]
+            self.nonfinite += rows
+        return replies
 
     @staticmethod
     def averaged(replies: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
@@ -202,8 +216,9 @@ class Trained(Network):
         """One optimizer step from the accumulated gradient, which is cleared.
 
         max_grad_norm: clip the global norm to this (0: never). Returns {"actor/grad_norm", "actor/lr"}, in float16
-        with "actor/loss_scale" (and no norm where the scaled gradient overflowed and the step was left out). A gradient
-        that is not finite stops the job on all ranks before any weight moves.
+        with "actor/loss_scale" (and no norm where the scaled gradient overflowed and the step was left out). Where
+        the loss or the gradient is not finite no rank moves a weight: the update is left out and counted as
+        actor/skipped_updates, or, if --run.skip-nonfinite has been reached, NonFiniteError names step and rows.
         """
         payload = {
             "model": self.name,
@@ -212,10 +227,34 @@ class Trained(Network):
             "max_grad_norm": max_grad_norm,
         }
         current().phases.train(self.name, optimizer=True, changes=True)
+        learnt = [row for ids in self.learnt for row in ids.tolist()]
+        nonfinite, self.learnt, self.nonfinite = self.nonfinite, [], []
+        if nonfinite:
+            drop = {"model": self.name}
+            current().call("model.drop_gradient", drop, phase=self.update_phase).wait()
+            return self.leave_out(f"the loss is not finite; {UNTAKEN}", nonfinite, lr)
         stepped = current().call("model.optim_step", payload, phase=self.update_phase).wait()[0]
+        if "fault" in stepped:
+            return self.leave_out(stepped["fault"], learnt, lr)
         return {f"{self.metrics_prefix}/{name}": value for name, value in stepped.items()} | {
             f"{self.metrics_prefix}/lr": lr
         }
+
+    def leave_out(self, fault: str, row_ids: Sequence[int], lr: float) -> dict[str, float]:
+        """What an update comes to that no rank has taken. NonFiniteError once too many were left out."""
+        controller, rows = current(), sorted(set(row_ids))
+        shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if rows[8:] else "")
+        what = f"step {controller.step}, {self.update_phase} of {self.name}, rows {shown}: {fault}"
+        controller.skipped += 1
+        if controller.skipped > controller.may_skip:
+            remedy = "--run.skip-nonfinite N leaves up to N such updates out"
+            if controller.may_skip:
+                remedy = f"this is one more than --run.skip-nonfinite {controller.may_skip} allows"
+            raise NonFiniteError(f"{what}; {remedy}")
+        if controller.skipped == 1:
+            print(f"fsdprl: {what}; left out, further ones are counted", file=sys.stderr)
+        controller.timeline.count(f"{self.metrics_prefix}/skipped_updates", 1.0)
+        return {f"{self.metrics_prefix}/lr": lr}
 
 
 class Policy(Trained):

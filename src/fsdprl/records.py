@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdprl.errors import UserError
+from fsdprl.redaction import redacted
 
 
 def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
@@ -37,7 +38,12 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Replace a file with indented JSON, as `write_atomic` does."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", sync=sync)
+    write_atomic(path, as_text(value), sync=sync)
+
+
+def as_text(value: Any) -> str:
+    """JSON as this module writes it into files of their own."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
@@ -92,8 +98,8 @@ class JsonLines:
 
     def append(self, record: dict[str, Any], *, sync: bool = False) -> bool:
         """Whether it is in the file. sync: and on the disk. UserError at the third OSError in a row."""
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-        self._waiting.append(line.encode())
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+        self._waiting.append(f"{redacted(line, prose=True)}\n".encode())
         return self.flush(sync=sync)
 
     def flush(self, *, sync: bool = False) -> bool:

@@ -12,6 +12,7 @@ from fsdprl.exchange import exchange_rows
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.mesh import cpu_group
 from fsdprl.options import RewardOptions
+from fsdprl.redaction import redacted
 from fsdprl.sample import Sample
 from fsdprl.store import Store
 from fsdprl.worker import Worker
@@ -198,7 +199,8 @@ def write_completions(
                 line["turns"] = sample.turns
             line |= {name: values[i] for name, values in columns.items()}
             # a reward that does not apply is NaN, which becomes null
-            file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
+            text = msgspec.json.encode(line, enc_hook=str).decode()
+            file.write(redacted(text, prose=True).encode() + b"\n")
 
 
 VERBS: dict[str, Callable[..., Any]] = {

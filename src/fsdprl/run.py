@@ -21,6 +21,7 @@ from fsdprl.console import Console, clock, shorten
 from fsdprl.controller import current
 from fsdprl.data.chat import template_text
 from fsdprl.metrics import StepMetrics, counted, jsonable, throughput, timings
+from fsdprl.moments import reached
 from fsdprl.options import RunOptions
 from fsdprl.plan import Plan
 from fsdprl.plots import Plots
@@ -48,6 +49,7 @@ class Run:
         the disk cannot hold a checkpoint.
         """
         self.options, self.controller = options, current()
+        self.controller.may_skip = options.skip_nonfinite
         self.profile = profile_window(options.profile)
         self.console = Console(options.log_every)
         self.tracked = Tracked()
@@ -179,6 +181,7 @@ class Run:
 
     def _begin_step(self) -> None:
         self.controller.step = self.step
+        reached("step", rank=0, step=self.step)
         self.tracked.remember()
         self.controller.changed = not self.tracked.steady
         self.folder.set_status("running", phase="training", **self._progress(self.step))
@@ -252,6 +255,8 @@ class Run:
         )
         facts["phase"] = cause.get("phase") or ("training" if self.plan else "starting")
         self.folder.set_status(state, **facts, cause=cause["message"], saved=self._saved())
+        if cause.get("stacks"):
+            self.console.say(f"stacks of all ranks: {self.folder.write_stacks(cause['stacks'])}")
         if cause["kind"] in UNHARMED:
             self._save_on_the_way_out(new=cause["kind"] == "interrupted")
             saved = self._saved()

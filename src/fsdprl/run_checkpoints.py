@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdprl.errors import UserError
 from fsdprl.manifest import verify
+from fsdprl.moments import reached
 from fsdprl.records import read_json, sync_folder, write_atomic, write_json
 
 NAME = re.compile(r"step-(\d{6,})")
@@ -52,6 +53,7 @@ class Checkpoints:
 
     def commit(self, part: Path, step: int, keep: int = 0, best: Path | None = None) -> Path:
         """Rename the folder into place, point `latest` at it and delete what exceeds `keep` (0: none) but `best`."""
+        reached("commit", rank=0, step=step)
         final = self.folder / folder_name(step)
         if final.exists():
             set_aside(final)

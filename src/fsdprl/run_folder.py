@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,8 @@ from fsdprl import run_changes
 from fsdprl.config import spelled
 from fsdprl.errors import UserError
 from fsdprl.options import RunOptions
-from fsdprl.records import cut_back, read_json, read_lines, write_json
+from fsdprl.records import cut_back, read_json, read_lines, write_atomic, write_json
+from fsdprl.redaction import redacted, redacted_leaves
 from fsdprl.run_checkpoints import Checkpoints, verify
 
 REMEDY = {
@@ -54,7 +55,12 @@ def examine(options: RunOptions, config: dict[str, Any], *, restarted: bool = Fa
     restarted: torchrun has started the same job again, which then continues whatever --run.resume says. Raises
     UserError if a flag of `options` is out of range, or the folder holds something else.
     """
-    for name, least in (("save_every", 0), ("keep", 0), ("log_every", 1)):
+    for name, least in (
+        ("save_every", 0),
+        ("keep", 0),
+        ("log_every", 1),
+        ("skip_nonfinite", 0),
+    ):
         if getattr(options, name) < least:
             raise UserError(f"{spelled(f'run.{name}')} must be at least {least}")
     profile_window(options.profile)
@@ -286,12 +292,19 @@ class RunFolder:
             "host": socket.gethostname(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        facts |= {name: value for name, value in more.items() if value is not None}
+        facts |= {name: redacted_leaves(v) for name, v in more.items() if v is not None}
         try:
             write_json(self.path / "status.json", facts, sync=state != "running")
         except OSError:
             if state != "running":
                 self.warn(f"{self.path / 'status.json'} could not be written")
+
+    def write_stacks(self, stacks: Mapping[str, str]) -> Path:
+        """Keep what every rank was doing when nothing moved any more."""
+        path = self.path / "stacks.txt"
+        text = "\n\n".join(f"==== {who}\n{where}" for who, where in stacks.items())
+        write_atomic(path, redacted(text) + "\n", sync=False)
+        return path
 
     def check_space(self, model: str) -> None:
         """UserError if the disk cannot hold one checkpoint of a local model; a warning below two.
@@ -319,8 +332,8 @@ class RunFolder:
 
 
 def as_json(config: dict[str, Any]) -> dict[str, Any]:
-    """A config as a file gives it back: tuples are lists, paths are text."""
-    return json.loads(json.dumps(config, default=str))
+    """A config as a file gives it back: tuples are lists, paths are text, and secrets are taken out."""
+    return redacted_leaves(json.loads(json.dumps(config, default=str)))
 
 
 def profile_window(text: str) -> tuple[int, int] | None:

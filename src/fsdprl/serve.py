@@ -18,7 +18,9 @@ from fsdprl import (
     worker,
     writing,
 )
+from fsdprl.device import out_of_memory, peak_memory_bytes
 from fsdprl.liveness import Lifeline
+from fsdprl.moments import reached
 from fsdprl.wire import Line, decode, encode
 from fsdprl.worker import Worker
 
@@ -53,9 +55,11 @@ def serve(
         seq, verb, body = line.receive()
         begin = time.perf_counter()
         try:
-            reply = encode(verbs[verb](rank, **decode(body)))
+            payload = decode(body)
+            reached(verb, rank=rank.world.rank, step=line.step, worker=rank, payload=payload)
+            reply = encode(verbs[verb](rank, **payload))
         except BaseException as error:
-            lifeline.failed(error)
+            lifeline.failed(error, memory_note(verb) if out_of_memory(error) else "")
             threading.Event().wait()  # the controller ends this process
             raise
         pulse.done, pulse.ticks = seq, 0
@@ -63,3 +67,11 @@ def serve(
             lifeline.leave()
         line.reply(seq, time.perf_counter() - begin, reply)
     line.close()
+
+
+def memory_note(verb: str) -> str:
+    """What a rank that ran out of memory in this verb held at most, and which options make it hold less."""
+    remedy = "--sharding.tokens-per-microbatch, or give --sharding.activation-checkpointing true"
+    if verb.startswith("engine."):
+        remedy = "--engine.gpu-memory-utilization, --engine.max-num-seqs or --max-new-tokens"
+    return f"out of memory (its peak was {peak_memory_bytes() / 1e9:.3g} GB): lower {remedy}"

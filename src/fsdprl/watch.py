@@ -253,7 +253,8 @@ class Watch(threading.Thread):
     def _raised(self, peer: Peer, message: dict[str, Any]) -> None:
         if message["user"]:
             return self._fail(UserError(message["message"]))
-        error = self._error(peer, "raised", f"raised in {peer.phase}", message["text"])
+        what = f"raised in {peer.phase}" + (f": {message['note']}" if message["note"] else "")
+        error = self._error(peer, "raised", what, message["text"])
         if _ECHO.search(message["message"]):
             self._held = self._held or (time.monotonic(), error)
         else:
@@ -313,7 +314,10 @@ class Watch(threading.Thread):
             where = peer.answer["where"] if peer.answer else silent
             what += f"\n  {peer} does not move either, after {peer.ticks} steps: {where}"
         text = first.answer["text"] if first.answer else silent
-        self._fail(self._error(first, "stalled", what, text))
+        error = self._error(first, "stalled", what, text)
+        for peer in self.peers.values():
+            error.stacks[str(peer)] = peer.answer["text"] if peer.answer else silent
+        self._fail(error)
 
     def _error(self, peer: Peer, kind: str, what: str, text: str = "") -> RemoteError:
         return RemoteError(

@@ -1,6 +1,6 @@
 """Messages between the controller and the ranks: ZMQ ROUTER/DEALER, msgspec msgpack, no pickle.
 
-The controller's message is token, seq, verb and payload; a rank's reply token, seq, seconds and value.
+The controller's message is token, seq, training step, verb and payload; a rank's reply token, seq, seconds and value.
 A message without this run's token, or from an unknown identity, is dropped and counted.
 torch is imported only where a tensor is met: the wire itself must come up fast.
 """
@@ -22,7 +22,7 @@ TENSOR, ARRAY = 1, 2
 DTYPES = set(
     "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()  # noqa: SIM905
 )
-_REQUEST = struct.Struct(f"<{TOKEN_BYTES}sQ40p")
+_REQUEST = struct.Struct(f"<{TOKEN_BYTES}sQQ40p")
 _REPLY = struct.Struct(f"<{TOKEN_BYTES}sQd")
 _LINGER_MS = 2000
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
@@ -106,10 +106,12 @@ class Wire:
         self.sent = self.received = self.dropped = 0
         """Bytes of messages sent and received; messages dropped for a wrong token or sender."""
 
-    def send(self, ranks: Sequence[int], seq: int, verb: str, bodies: Sequence[bytes]) -> int:
-        """Send a verb (at most 39 bytes) to each rank; returns the bytes."""
+    def send(
+        self, ranks: Sequence[int], seq: int, verb: str, bodies: Sequence[bytes], *, step: int = 0
+    ) -> int:
+        """Send a verb (at most 39 bytes) to each rank; returns the bytes. step: under way."""
         assert len(verb) < 40, verb
-        head = _REQUEST.pack(self.token, seq, verb.encode())
+        head = _REQUEST.pack(self.token, seq, step, verb.encode())
         amount, last, message = 0, None, b""
         for rank, body in zip(ranks, bodies, strict=True):
             if body is not last:
@@ -152,6 +154,8 @@ class Line:
         """context: to share among many lines of one process; its own (with a thread) otherwise."""
         self.token = token
         self.dropped = 0
+        self.step = 0
+        """The training step that the last verb received belongs to."""
         self.socket = _socket(zmq.DEALER, context)
         self.socket.set(zmq.IDENTITY, _identity(token, rank))
         self.socket.connect(endpoint)
@@ -161,7 +165,7 @@ class Line:
         while True:
             frames = self.socket.recv_multipart()
             if len(frames) == 1 and _admitted(frames[0], self.token, _REQUEST.size):
-                _, seq, verb = _REQUEST.unpack_from(frames[0])
+                _, seq, self.step, verb = _REQUEST.unpack_from(frames[0])
                 return seq, verb.decode(), memoryview(frames[0])[_REQUEST.size :]
             self.dropped += 1
 

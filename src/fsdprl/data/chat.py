@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdprl.checkpoint_files import NO_CODE
 from fsdprl.errors import UserError
 
 PromptFormat = Literal["auto", "chat", "raw"]
@@ -21,7 +22,8 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, flag: str = "
     if "/" in path and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise UserError(f"{flag} {path}: no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(path).expanduser() if "~" in path else path)
+        folder = Path(path).expanduser() if "~" in path else path
+        tokenizer = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

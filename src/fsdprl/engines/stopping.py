@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from fsdprl.checkpoint_files import NO_CODE
 from fsdprl.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ CONTEXT_TOKENS = 8
 def load_tokenizer(path: str) -> Any | None:
     """The checkpoint's tokenizer, or None where it has none."""
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, **NO_CODE)
     except (OSError, ValueError):
         return None
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdprl.checkpoint_files import NO_CODE
 from fsdprl.engine_choice import extra_arguments
 from fsdprl.engines import Completion, EngineError, Request, Sampling, answer_limits
 from fsdprl.engines.arrivals import Arrivals, Expected
@@ -270,7 +271,7 @@ def head_size(path: str) -> int:
     """Size of the model's attention heads."""
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    text = AutoConfig.from_pretrained(path, **NO_CODE).get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 

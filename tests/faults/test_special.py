@@ -1,0 +1,232 @@
+"""Rows of the matrix that need something beside the job: a judge, another user, a small disk, canaries."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdprl.comparing import repeatable
+from fsdprl.records import read_json, read_lines
+from tests.faults import trial
+from tests.faults.table import KILL
+from tests.recipes.processes import ROOT
+from tests.test_judge import server  # noqa: F401
+
+pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.timeout(300)]
+BOTH = pytest.mark.parametrize("ranks", [1, 2])
+
+
+@BOTH
+def test_row_13_a_judge_in_trouble(ranks: int, tmp_path: Path, server: Any):  # noqa: F811
+    """Overload, errors and bad JSON are tried again; an answer without a verdict is masked, never 0."""
+    silent = "without a verdict"
+    seen: list[str] = []
+
+    def script(asked: str) -> Any:
+        seen.append(asked)
+        return {0: 429, 1: 500, 2: "{bad"}.get(
+            len(seen) - 1, silent if len(seen) % 16 == 0 else "Score: 7"
+        )
+
+    server.script = script
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    rewards = f"judge(url='{url}', model='m')"
+    ended = trial.run(tmp_path / "run", ranks, rewards=rewards, **{"reward.max-failed-share": 0.5})
+    assert ended.code == 0, ended.said
+    metrics = read_lines(ended.folder / "metrics.jsonl")
+    assert len(metrics) == trial.STEPS
+    scores = [
+        row["reward"]
+        for path in (ended.folder / "completions").glob("rank-*")
+        for row in read_lines(path)
+    ]
+    assert 0.0 not in scores and len(set(scores) - {None}) == 1, scores
+
+
+NOBODY = 65534
+
+
+def test_row_14_what_a_model_wrote_is_contained():
+    """Fork bombs, memory, network, the environment, the parent: as a user whose limits bind."""
+    if os.getuid() != 0:
+        command = [sys.executable, "-m", "pytest", "-q", "tests/test_sandbox.py"]
+        assert subprocess.run(command, cwd=ROOT, timeout=250).returncode == 0
+        return
+    source = "import pytest, sys; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/test_sandbox.py']))"
+    ended = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT, user=NOBODY, group=NOBODY, extra_groups=[], timeout=250, capture_output=True, text=True,
+        env=os.environ | {"HOME": "/tmp", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    )  # fmt: skip
+    if "Permission denied" in ended.stderr and "passed" not in ended.stdout:
+        pytest.skip("another user cannot read this Python")
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-2000:]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of a few megabytes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@BOTH
+def test_row_30_a_disk_that_is_full(ranks: int, tmp_path: Path, small_disk: Path):
+    """The checkpoint before it stays whole, the save is tried again, and the third failure ends the run."""
+    out = small_disk / "run"
+    out.parent.mkdir(exist_ok=True)
+    model = sum(path.stat().st_size for path in Path(trial.files()["model"]).glob("*.safetensors"))
+    job, began = trial.begin(out, ranks, steps=8)
+    job.until(out / "checkpoints" / "step-000001" / "manifest.json")
+    filler = small_disk / "filler"
+    with filler.open("wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        except OSError:
+            pass
+    ended = trial.end(job, began, out)
+    said = ended.said
+    assert ended.code in (1, 2), said
+    assert "No space left on device" in said and "trying again after the next step" in said
+    assert "3 times in a row" in said and "the same command again" in said
+    first = sorted((out / "checkpoints").glob("step-*"))[0]
+    assert (first / "model.safetensors").stat().st_size >= model
+    filler.unlink()
+    again = trial.run(out, ranks, steps=trial.STEPS)
+    assert again.code == 0, again.said
+    trial.check_identical(out, trial.undisturbed(ranks))
+
+
+def prompts(out: Path) -> list[list[str]]:
+    """What was asked in each step, in any order: ranks write their own."""
+    rows = [row for path in (out / "completions").glob("rank-*.jsonl") for row in read_lines(path)]
+    return [sorted(r["prompt"] for r in rows if r["step"] == step) for step in range(trial.STEPS)]
+
+
+def test_row_33_another_number_of_ranks(tmp_path: Path):
+    """The same data in the same order; metrics as far as sums of other shards agree."""
+    out, whole = tmp_path / "run", trial.undisturbed(1)
+    assert trial.run(out, 1, fault=KILL).code == -9
+    ended = trial.run(out, 2)
+    assert ended.code == 0 and "continuing" in ended.said, ended.said
+    assert prompts(out) == prompts(whole)
+    for mine, other in zip(
+        *(read_lines(path / "metrics.jsonl") for path in (out, whole)), strict=True
+    ):
+        for name, value in repeatable(other).items():
+            if (
+                name.startswith(("actor/", "critic/", "response_length/", "reward"))
+                and value is not None
+            ):
+                assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), (mine["step"], name)
+
+
+OTHERS = {
+    "lr": ({"lr": 2e-6}, r"--lr: 1e-06 there, 2e-06 now"),
+    "seed": ({"seed": 3}, r"--seed: 0 there, 3 now"),
+    "batch": ({"prompts-per-step": 8}, r"--prompts-per-step: 4 there, 8 now"),
+    "data": (
+        {"prompt-key": "question"},
+        r"--prompt-key: prompt there, question now|'prompt' there",
+    ),
+}
+
+
+def test_row_33_another_run_is_refused(tmp_path: Path):
+    """With every difference, at once, and nothing of the folder touched."""
+    out = Path(shutil.copytree(trial.undisturbed(1), tmp_path / "run"))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for flags, says in OTHERS.values():
+        ended = trial.run(out, 1, **flags)
+        assert ended.code == 2 and re.search(says, ended.said), ended.said
+        assert ended.seconds < 10 * trial.slack()
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+BROKEN = {
+    "start": "raise RuntimeError('no network')",
+    "run": """
+import os, time
+class Run:
+    def log(self, *_, **__): os._exit(3)
+    def finish(self): pass
+class Api: api_key = None
+def init(**_): return Run()
+""",
+    "end": """
+import time
+class Run:
+    def log(self, *_, **__): pass
+    def finish(self): time.sleep(600)
+class Api: api_key = None
+def init(**_): return Run()
+""",
+}
+
+
+@pytest.mark.parametrize("when", BROKEN)
+def test_row_34_a_tracker_that_fails(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before, while and after training: the records here are complete all the same."""
+    folder = tmp_path / "python"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(BROKEN[when])
+    out = tmp_path / "run"
+    monkeypatch.setattr(trial, "PLUGIN", f"{trial.PLUGIN}{os.pathsep}{folder}")
+    job, began = trial.begin(out, 1, **{"run.track": "wandb"})
+    ended = trial.end(job, began, out)
+    assert ended.code == 0, ended.said
+    assert len(re.findall("tracker wandb", ended.said)) == 1, ended.said
+    trial.check_identical(out, trial.undisturbed(1))
+    assert read_json(out / "status.json")["state"] == "finished"
+
+
+def places(folder: Path) -> list[Path]:
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".png", ".safetensors")
+    ]
+
+
+@pytest.mark.parametrize("end", ["finished", "raised"])
+def test_row_35_secrets_are_nowhere(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Canaries in the environment, the command line, the config and the prompts; in a traceback as well."""
+    known = secrets.token_hex(12)
+    others = [f"hf_{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}", secrets.token_hex(12)]
+    monkeypatch.setenv("HF_TOKEN", known)
+    monkeypatch.setenv("CANARY_API_KEY", others[2])
+    data = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{i} {known} {others[1]}", "answer": others[2]} for i in range(240)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "config.toml"
+    config.write_text(f'system = "use {others[0]}"\n')
+    reward = "tests.recipes.grades:digits" if end == "finished" else "tests.faults.rewards:reveals"
+    out = tmp_path / "run"
+    flags = {"data": data, "config": config, "rewards": reward, "max-prompt-length": 200}
+    ended = trial.run(out, 1, **flags)
+    assert (ended.code == 0) == (end == "finished"), ended.said
+    assert end == "finished" or "[HF_TOKEN]" in ended.said, ended.said
+    for canary in (known, *others):
+        assert canary not in ended.said
+        for path in places(out):
+            assert canary not in path.read_text(errors="replace"), path
+    shutil.rmtree(out)
