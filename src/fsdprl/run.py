@@ -34,7 +34,7 @@ from fsdprl.tracker import Trackers
 if TYPE_CHECKING:
     from fsdprl.batch import Batch
 
-UNHARMED = ("interrupted", "exit", "user", "error")
+UNHARMED = ("interrupted", "exit", "user", "error", "nonfinite")
 """Causes of an end with which all ranks still answer."""
 SHOWN = ("prompt", "response", "answer", "reward", "length", "truncated")
 

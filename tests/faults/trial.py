@@ -26,7 +26,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 STEPS = 3
 FLAGS: dict[str, Any] = {
     "steps": STEPS, "eval-every": 0, "run.save-every": 1, "prompts-per-step": 4, "group-size": 4,
-    "minibatches": 2, "max-new-tokens": 4,
+    "minibatches": 2, "max-new-tokens": 4, "run.deterministic": True,
 }  # fmt: skip
 """Of all trials, unless they say otherwise: three steps of four groups, each saved."""
 
