@@ -193,8 +193,8 @@ SAVES = [
     mended(29, "other rank", "rank 1 on", "phase=save,step=1,rank=1,kind=sigkill,delay=0.005", ranks=(2,)),
 ]  # fmt: skip
 
-KILL = "phase=generate,step=2,rank=0,kind=sigkill"
-"""Steps 0 and 1 are saved by then, so that there is a newest checkpoint and one before it."""
+KILL = "phase=commit,step=3,kind=sigkill"
+"""As the last checkpoint is about to count: there are the one of two steps and the one of one."""
 DAMAGES = [
     *(Row(number, name, fault=KILL, ends=-9, ranks=(1,), resumes=True, spoil=spoil, again=again, quick=quick)
       for number, name, spoil, again, quick in (
