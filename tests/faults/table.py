@@ -109,7 +109,7 @@ REWARDS = [
     Row(16, "truncated", flags={"max-new-tokens": 1}, ends=0, within_s=60),
 ]  # fmt: skip
 
-STALL = {"run.stall-timeout-s": 4}
+STALL = {"run.stall-timeout-s": 8}
 ENGINE = [
     mended(17, "raises", r"rank {last} on \S+ raised in rollout[\s\S]*injected",
            "phase=generate,rank={last},step=1,kind=raise", once="RuntimeError: injected"),
@@ -117,7 +117,7 @@ ENGINE = [
            "phase=generate,rank={last},step=1,kind=oom"),
     mended(19, "stalls", r"rank {last} on \S+ stalled in rollout: no progress[\s\S]*stacks of all ranks|"
            r"stacks of all ranks[\s\S]*rank {last} on \S+ stalled in rollout",
-           "phase=generate,rank={last},step=1,kind=hang", flags=STALL, within_s=14, status={"phase": "rollout"}),
+           "phase=generate,rank={last},step=1,kind=hang", flags=STALL, within_s=18, status={"phase": "rollout"}),
     Row(20, "logits", r"non-finite logits at request \d+ \(prompt of",
         fault="phase=generate,rank={last},step=1,kind=nan_logits"),
     mended(21, "stale", r"weights of version 1 differ.*sent .*received", "phase=pull,rank={last},step=1,kind=stale"),
@@ -165,7 +165,7 @@ DEATHS = [
     mended(26, "stopped", r"rank 1 on \S+ is frozen in update", "phase=forward_backward,rank=1,step=1,kind=sigstop",
            ranks=(2,), within_s=30),
     mended(26, "absent", r"rank 1 on \S+ stalled in update[\s\S]*rank 0 on \S+ does not move either",
-           "phase=optim_step,rank=1,step=1,kind=hang", ranks=(2,), flags=STALL, within_s=14, status={"rank": 1}),
+           "phase=optim_step,rank=1,step=1,kind=hang", ranks=(2,), flags=STALL, within_s=18, status={"rank": 1}),
     Row(27, "slow", r"rank 1 on \S+ is slow in rollout", fault=";".join(
         f"phase=generate,rank=1,step={step},kind=slow,seconds=3" for step in range(3)),
         ranks=(2,), ends=0, within_s=90, once="is slow in rollout"),

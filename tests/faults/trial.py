@@ -53,9 +53,9 @@ class Ended:
 def shop() -> Path:
     """A folder for models, data and undisturbed runs, which outlives this session but not the code."""
     digest = hashlib.sha256(str(torch.__version__).encode())
-    for folder in ("src", "recipes", "tests/faults", "tests/recipes"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
+    folders = ("src", "recipes", "tests/recipes")
+    for path in (Path(__file__), *(p for f in folders for p in sorted((ROOT / f).rglob("*.py")))):
+        digest.update(path.read_bytes())
     user = f"fsdprl-faults-{os.getuid()}"
     folder = Path(tempfile.gettempdir()) / user / digest.hexdigest()[:16]
     for older in folder.parent.glob("*"):
