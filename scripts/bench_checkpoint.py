@@ -35,7 +35,7 @@ def main() -> None:
             part = checkpoints.begin(step)
             files = stream_snapshot(tensors, tensors_plan(tensors), part)
             written = time.perf_counter()
-            parts = {str(Path(name).relative_to(part)): [t.facts()] for name, t in files.items()}
+            parts = {str(Path(name).relative_to(part)): t.facts() for name, t in files.items()}
             seal(part, step, parts)
             whole = checkpoints.commit(part, step, keep=1)
             done = time.perf_counter()

@@ -1,6 +1,7 @@
 """Checkpoints written behind the training's back: what is on the disk is what was copied, and nobody waited for it."""
 
 import errno
+import hashlib
 import signal
 import threading
 import time
@@ -82,7 +83,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_the_moment(rank, gate, tmp_pa
     assert told["done"] and told["error"] is None
     assert writing.poll(rank, wait=False) == told  # asked again: the same
     assert any((before[name] != value).any() for name, value in state(rank).items())
-    seal(tmp_path, 1, {str(Path(p).relative_to(tmp_path)): [f] for p, f in told["files"].items()})
+    seal(tmp_path, 1, {str(Path(p).relative_to(tmp_path)): f for p, f in told["files"].items()})
     assert verify(tmp_path) == ""
     assert "trainer/masters.safetensors" in read_json(tmp_path / MANIFEST)["files"]
     assert load_file(tmp_path / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
@@ -98,7 +99,7 @@ def test_in_the_background_and_at_once_give_the_same_bytes(rank, tmp_path):
         files = {
             str(Path(path).relative_to(tmp_path / name)): f for path, f in told["files"].items()
         }
-        seal(tmp_path / name, 1, {path: [fact] for path, fact in files.items()})
+        seal(tmp_path / name, 1, files)
     assert read_json(tmp_path / "a" / MANIFEST) == read_json(tmp_path / "b" / MANIFEST)
     assert verify(tmp_path / "a") == verify(tmp_path / "b") == ""
 
@@ -286,7 +287,7 @@ def test_the_stall_is_timed(tmp_path):
 
 
 def test_ranges_of_several_ranks_are_verified_each(tmp_path):
-    def part(data: bytes, *spans: tuple[int, int]) -> dict[str, Any]:
+    def part(data: bytes, *spans: tuple[int, int]) -> list[dict[str, Any]]:
         tally = writing.Tally()
         for start, stop in spans:
             tally.add(start, memoryview(data)[start:stop])
@@ -294,7 +295,7 @@ def test_ranges_of_several_ranks_are_verified_each(tmp_path):
 
     data = bytes(range(100))
     (tmp_path / "f").write_bytes(data)
-    parts = [part(data, (0, 10), (40, 60)), part(data, (10, 40), (60, 80), (80, 100))]
+    parts = [*part(data, (0, 10), (40, 60)), *part(data, (10, 40), (60, 80), (80, 100))]
     assert parts[1]["ranges"] == [[10, 40], [60, 100]]
     seal(tmp_path, 3, {"f": parts})
     assert verify(tmp_path) == ""
@@ -302,7 +303,22 @@ def test_ranges_of_several_ranks_are_verified_each(tmp_path):
         (tmp_path / "f").write_bytes(data[:position] + b"\xff" + data[position + 1 :])
         assert verify(tmp_path) == "the contents of f have changed (sha256)"
     with pytest.raises(OSError, match="f has 100 bytes, of which 80 were written in one piece"):
-        seal(tmp_path, 3, {"f": [parts[0], part(data, (10, 40), (60, 80))]})
+        seal(tmp_path, 3, {"f": [parts[0], *part(data, (10, 40), (60, 80))]})
+
+
+def test_a_large_file_has_parts_for_several_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdprl.safetensors_file.PART_BYTES", 30)
+    data, tally = bytes(range(100)), writing.Tally()
+    for start, stop in ((0, 25), (25, 80), (80, 100)):
+        tally.add(start, memoryview(data)[start:stop])
+    parts = tally.facts()
+    assert [p["ranges"] for p in parts] == [[[0, 30]], [[30, 60]], [[60, 90]], [[90, 100]]]
+    assert [p["sha256"] for p in parts] == [
+        hashlib.sha256(data[p["ranges"][0][0] : p["ranges"][0][1]]).hexdigest() for p in parts
+    ]
+    (tmp_path / "f").write_bytes(data)
+    seal(tmp_path, 3, {"f": parts})
+    assert verify(tmp_path) == ""
 
 
 # ---- the best one
@@ -381,5 +397,5 @@ def test_a_changed_manifest_is_found(tmp_path):
     text = (tmp_path / MANIFEST).read_text()
     (tmp_path / MANIFEST).write_text(text.replace('"step": 12', '"step": 13'))
     assert verify(tmp_path) == "the contents of manifest.json have changed (sha256)"
-    (tmp_path / MANIFEST).write_text(text.replace("\n", " "))  # spaces carry nothing
-    assert verify(tmp_path) == ""
+    (tmp_path / MANIFEST).write_text(text.removesuffix("\n"))  # to the byte, like any other file
+    assert verify(tmp_path) == "the contents of manifest.json have changed (sha256)"

@@ -1,7 +1,7 @@
 """manifest.json of a checkpoint: size and sha256 of every file, of the manifest itself too, and whether they hold.
 
-A file that one process wrote has one sha256. One that many ranks wrote has several parts: each is a list of byte
-ranges and the sha256 of their contents in that order, as the rank computed it while it wrote.
+A small file that one process wrote has one sha256. A large one, or one that many ranks wrote, has several parts: each
+is a list of byte ranges and the sha256 of their contents in that order, as the rank computed it while it wrote.
 """
 
 import hashlib

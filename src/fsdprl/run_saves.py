@@ -53,8 +53,8 @@ def collect(*, wait: bool) -> Written | None:
     files: dict[str, list[dict[str, Any]]] = {}
     error = None
     for rank, reply in enumerate(replies):
-        for path, part in reply["files"].items():
-            files.setdefault(path, []).append(part)
+        for path, parts in reply["files"].items():
+            files.setdefault(path, []).extend(parts)
         if reply["error"] and error is None:
             number, text, name = reply["error"]
             error = OSError(number, f"{text} (rank {rank})", name)

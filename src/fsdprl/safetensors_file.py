@@ -177,23 +177,40 @@ def split_by_size(stem: str, entries: Sequence[Entry], max_bytes: int) -> list[F
     ]
 
 
+PART_BYTES = 128 << 20
+"""Bytes after which a new sha256 begins, so that several threads can verify one file."""
+
+
 class Tally:
     """What one process has written into one file: its byte ranges, in the order of writing, and their sha256."""
 
     def __init__(self) -> None:
-        self.ranges: list[list[int]] = []
+        self._parts: list[dict[str, Any]] = []
         self._digest = hashlib.sha256()
+        self._left = 0
 
     def add(self, position: int, data: memoryview) -> None:
         """Bytes that stand at `position`; what continues the last range extends it."""
-        if self.ranges and self.ranges[-1][1] == position:
-            self.ranges[-1][1] += len(data)
-        else:
-            self.ranges.append([position, position + len(data)])
-        self._digest.update(data)
+        while len(data):
+            if self._left == 0:
+                self.facts()  # closes the part that is full
+                self._digest, self._left = hashlib.sha256(), PART_BYTES
+                self._parts.append({"ranges": [], "sha256": ""})
+            piece = data[: self._left]
+            ranges = self._parts[-1]["ranges"]
+            if ranges and ranges[-1][1] == position:
+                ranges[-1][1] += len(piece)
+            else:
+                ranges.append([position, position + len(piece)])
+            self._digest.update(piece)
+            self._left -= len(piece)
+            position, data = position + len(piece), data[len(piece) :]
 
-    def facts(self) -> dict[str, Any]:
-        return {"ranges": self.ranges, "sha256": self._digest.hexdigest()}
+    def facts(self) -> list[dict[str, Any]]:
+        """Its parts: byte ranges, and the sha256 of their contents in that order."""
+        if self._parts:
+            self._parts[-1]["sha256"] = self._digest.hexdigest()
+        return self._parts
 
 
 def write_header(path: Path, layout: FileLayout, tally: Tally) -> None:

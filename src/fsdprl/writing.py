@@ -31,7 +31,7 @@ class Writing:
     """One model's files being written by this rank."""
 
     def __init__(self, jobs: Sequence[tuple[Write, Path]]) -> None:
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, list[dict[str, Any]]] = {}
         self.error: Exception | None = None
         self.pieces = 0
         self.told = False
@@ -113,7 +113,7 @@ def poll(worker: Worker, *, wait: bool) -> dict[str, Any]:
             writing.wait(worker.progress)
     if any(writing.going for writing in writings):
         return {"done": False}
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, list[dict[str, Any]]] = {}
     refused = None
     for writing in writings:
         writing.told = True

@@ -111,7 +111,7 @@ REWARDS = [
 
 STALL = {"run.stall-timeout-s": 8}
 ENGINE = [
-    mended(17, "raises", r"rank {last} on \S+ raised in rollout[\s\S]*injected",
+    mended(17, "raises", r"injected[\s\S]*rank {last} on \S+ raised in rollout",
            "phase=generate,rank={last},step=1,kind=raise", once="RuntimeError: injected"),
     mended(17, "oom", r"raised in rollout: out of memory \(its peak.*--engine\.",
            "phase=generate,rank={last},step=1,kind=oom"),
