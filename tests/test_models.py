@@ -19,7 +19,8 @@ from fsdprl import models
 from fsdprl.attention import plan_segments
 from fsdprl.errors import UserError
 from fsdprl.models import pack
-from fsdprl.parallel import decoder_layers
+from fsdprl.options import ShardingOptions
+from fsdprl.parallel import copies, decoder_layers
 
 LENGTHS = (30, 5, 17, 2, 300, 16, 17)
 EXACT = {"float32": 1e-5, "float64": 1e-10}
@@ -289,3 +290,10 @@ def test_refuses_a_reward_model_of_several_labels():
     path = tiny.checkpoint("qwen3", head="reward", num_labels=3)
     with pytest.raises(UserError, match="has 3 labels"):
         solo.load(path, kind="reward")
+
+
+def test_small_models_are_whole_on_every_rank():
+    assert copies(ShardingOptions(), 999_999, 4) == 4
+    assert copies(ShardingOptions(), 1_000_000, 4) == 1
+    assert copies(ShardingOptions(min_num_params=0), 10, 4) == 1
+    assert copies(ShardingOptions(replicate=2), 10, 4) == 2, "who asks for copies gets as many"

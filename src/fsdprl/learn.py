@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.checkpoint_io import load_tensors, load_weights
 from fsdprl.checkpoint_save import narrowed_tensors, save_plan
 from fsdprl.errors import NonFiniteError
@@ -16,8 +17,11 @@ from fsdprl.mesh import shard_mesh
 from fsdprl.models import Kind, Packed, PackedModel, load_model, pack
 from fsdprl.optim import Optimizer
 from fsdprl.options import ShardingOptions
+from fsdprl.parallel import copies
 from fsdprl.rows import gather_columns
+from fsdprl.safetensors_file import read_stored, stored_files
 from fsdprl.segments import row_count
+from fsdprl.shards import numel_of
 from fsdprl.worker import Worker
 
 BESIDE = ("entropy", "collision")
@@ -50,8 +54,10 @@ def build(
     optimizer: dict | None,
 ) -> dict[str, Any]:
     """Load a checkpoint into shards. optimizer: keyword arguments of Optimizer, None for a frozen model."""
-    options = ShardingOptions(**sharding)
-    mesh = shard_mesh(worker.device.type, worker.world.size, options.replicate)
+    options, ranks = ShardingOptions(**sharding), worker.world.size
+    stored = read_stored(stored_files(find_checkpoint(path).folder))
+    parameters = sum(numel_of(tensor.shape) for tensor in stored.values())
+    mesh = shard_mesh(worker.device.type, ranks, copies(options, parameters, ranks))
     network = load_model(
         path,
         kind=kind,

@@ -21,8 +21,8 @@ class ShardingOptions:
     reshard_after_forward: bool = True
     """Free gathered layer weights after forward (ZeRO-3); off keeps them until backward (ZeRO-2)."""
     min_num_params: int = 1_000_000
-    """Parameters of all layers together from which each is sharded on its own; a smaller model is one
-    FSDP unit, because its collectives would take longer to start than to run."""
+    """Parameters from which a model is sharded, and each layer on its own; every rank keeps a smaller one
+    whole, because its collectives would take longer to start than to run."""
     head_chunk_tokens: int = 1024
     """Tokens per chunk of the LM head: bounds the logits in memory to chunk x vocabulary."""
     offload_model: bool = False

@@ -46,7 +46,7 @@ def parallelize(
     policy = MixedPrecisionPolicy()
     if compute_dtype in HALF:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    small = sum(p.numel() for layer in layers for p in layer.parameters()) < options.min_num_params
+    small = sum(p.numel() for p in model.parameters()) < options.min_num_params
     for layer in () if small else layers:
         fully_shard(
             layer, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward
@@ -59,6 +59,13 @@ def parallelize(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.register_forward_hook(_reshard_after_inference)
+
+
+def copies(options: ShardingOptions, parameters: int, ranks: int) -> int:
+    """How many copies of a model the ranks hold together: `replicate`, or one each of a small model."""
+    if options.replicate == 1 and parameters < options.min_num_params:
+        return ranks
+    return options.replicate
 
 
 def decoder_layers(hf: nn.Module) -> list[nn.Module]:
