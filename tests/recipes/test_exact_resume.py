@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 STEPS, EVERY = 12, 3
 ALWAYS = {
     "steps": STEPS, "seed": 3, "eval-every": 4, "run.save-every": EVERY, "run.keep": 2,
-    "run.deterministic": True,
+    "run.deterministic": True, "sharding.min-num-params": 0,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "grpo": {"lr": 1e-2, "kl-coef": 0.05, "follow-every": 5, "follow-share": 0.5},
