@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdprl.packing import attention_cost, balance, minibatch_plan, pack_rows
+from fsdprl.packing import STAY, attention_cost, balance, minibatch_plan, pack_rows
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=40)
 
@@ -93,6 +93,51 @@ def test_balance_properties(data):
             sum(c for c, u in zip(costs, units, strict=True) if u == unit) for unit in set(units)
         ]
         assert max(sums) - min(sums) <= max(unit_costs) + 1e-6
+
+
+def test_rows_stay_where_ranks_are_even_already():
+    costs, units = [5.0, 3.0, 3.0, 5.0], [0, 1, 2, 3]
+    for at in ([0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1]):
+        assert balance(costs, units, 2, at) == at
+
+
+def test_only_the_rows_that_even_it_out_move():
+    # 12 against 4: the 4 moves, and then 8 against 8.
+    assert balance([6.0, 4.0, 2.0, 4.0], [0, 1, 2, 3], 2, [0, 0, 0, 1]) == [0, 1, 0, 1]
+    # Units of a group move as one.
+    assert balance([1.0] * 6, [0, 0, 1, 1, 1, 1], 2, [0] * 6) == [1, 1, 0, 0, 0, 0]
+
+
+def test_rows_of_one_rank_are_spread():
+    ranks = balance([1.0] * 8, range(8), 4, [0] * 8)
+    assert sorted(ranks) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_the_plan_anew_where_moving_one_by_one_ends_uneven():
+    # 12 against 8, and no unit of the 12 is smaller than the difference: a trade gives 11 against 9.
+    costs = [7.0, 5.0, 4.0, 4.0]
+    assert max(loads(costs, balance(costs, range(4), 2, [0, 0, 1, 1]))) == 11.0
+
+
+def loads(costs, ranks):
+    return [sum(c for c, r in zip(costs, ranks, strict=True) if r == rank) for rank in set(ranks)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_balance_from_where_rows_are(data):
+    """As even as from nothing, but for STAY; units stay together; even placements are left alone."""
+    count = data.draw(st.integers(1, 40))
+    costs = data.draw(st.lists(st.floats(0, 1e6), min_size=count, max_size=count))
+    units = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    ranks = data.draw(st.integers(1, 5))
+    at = data.draw(st.lists(st.integers(0, ranks - 1), min_size=count, max_size=count))
+    after = balance(costs, units, ranks, at)
+    assert len({(unit, rank) for unit, rank in zip(units, after, strict=True)}) == len(set(units))
+    assert set(after) <= set(range(ranks))
+    anew = balance(costs, units, ranks)
+    assert max(loads(costs, after)) <= (1 + STAY) * max(loads(costs, anew)) + 1e-6
+    assert balance(costs, units, ranks, after) == after
 
 
 def test_minibatches_by_hand():

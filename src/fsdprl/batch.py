@@ -215,11 +215,12 @@ class Batch:
         units = self.columns["unit"].tolist()
         number = torch.tensor(minibatch_plan(units, minibatches, seed))
         cost = self.columns.get("cost", self.columns["tokens"]).double()
-        after = torch.zeros(len(self), dtype=torch.int64)
+        after, ranks = torch.zeros(len(self), dtype=torch.int64), self.ranks
         for k in range(int(number.max()) + 1):
             where = (number == k).nonzero().flatten()
+            of_units = [units[i] for i in where.tolist()]
             after[where] = torch.tensor(
-                balance(cost[where].tolist(), [units[i] for i in where.tolist()], world)
+                balance(cost[where].tolist(), of_units, world, ranks[where].tolist())
             )
         # Every row names its rank, moving or not: as many bytes whatever the plan.
         payload = [

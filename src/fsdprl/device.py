@@ -42,13 +42,17 @@ def set_threads(local_size: int) -> None:
     """Share the cores this process may use among the local ranks.
 
     torchrun sets OMP_NUM_THREADS to 1 where the user did not, so that 1 under several ranks says
-    nothing; any other value is the user's and is left alone.
+    nothing; any other value is the user's and is left alone. So is a number that already fits:
+    set_num_threads also takes from MKL the choice of fewer threads for small matrices, which made
+    steps of a 0.2 M parameter model 40 % longer.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked and not (asked == "1" and local_size > 1):
         return
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // local_size))
+    wanted = max(1, cores // local_size)
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
 
 
 def synchronize() -> None:

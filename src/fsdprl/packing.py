@@ -8,6 +8,9 @@ import heapq
 import random
 from collections.abc import Sequence
 
+STAY = 0.01
+"""How much dearer the dearest rank may be for rows to stay where they are: less than trading them all costs."""
+
 
 def attention_cost(
     tokens: int, hidden: int, layers: int = 1, parameters: int | None = None
@@ -61,23 +64,37 @@ def _units_in_order(units: Sequence[int]) -> list[list[int]]:
     return list(rows_of.values())
 
 
-def balance(costs: Sequence[float], units: Sequence[int], ranks: int) -> list[int]:
+def balance(
+    costs: Sequence[float], units: Sequence[int], ranks: int, at: Sequence[int] | None = None
+) -> list[int]:
     """Rank of each row, such that rows of one unit share a rank and ranks cost about the same.
 
     The largest differencing method (Karmarkar and Karp 1982): the two most uneven partial plans
     are merged, dear shares onto cheap ones, until one plan is left. The dearest and the cheapest
     rank then differ by at most the dearest unit. Ranks are numbered by their first row.
 
-    costs, units: one entry per row; costs are not negative.
+    costs, units: one entry per row; costs are not negative. at: where the rows are now. If moving
+    a few of them makes the dearest rank at most STAY dearer than that plan, the others stay.
     """
     if ranks < 1:
         raise ValueError(f"rows need at least 1 rank, got {ranks}")
     if len(costs) != len(units):
         raise ValueError(f"{len(costs)} costs for {len(units)} rows")
+    groups = _units_in_order(units)
+    plan = _differenced(costs, groups, ranks)
+    if at is not None:
+        moved = _refined(costs, groups, ranks, at)
+        if max(_loads(costs, moved, ranks)) <= (1 + STAY) * max(_loads(costs, plan, ranks)):
+            return moved
+    return plan
+
+
+def _differenced(costs: Sequence[float], groups: Sequence[list[int]], ranks: int) -> list[int]:
+    """Rank of each row by the largest differencing method."""
     # A plan is (-spread, first unit as tie-break, shares): its ranks with rows as (-cost, rows),
     # dearest first. Ranks still empty are left out, or merging would cost `ranks` each time.
     plans = []
-    for number, rows in enumerate(_units_in_order(units)):
+    for number, rows in enumerate(groups):
         cost = float(sum(costs[row] for row in rows))
         plans.append((-cost if ranks > 1 else 0.0, number, [(-cost, rows)]))
     heapq.heapify(plans)
@@ -97,6 +114,41 @@ def balance(costs: Sequence[float], units: Sequence[int], ranks: int) -> list[in
         for row in rows:
             rank_of[row] = rank
     return rank_of
+
+
+def _refined(
+    costs: Sequence[float], groups: Sequence[list[int]], ranks: int, at: Sequence[int]
+) -> list[int]:
+    """Rank of each row: a unit where its first row is, and then one after the other from the dearest
+    rank to the cheapest, the one that halves their difference best, as long as any lessens it."""
+    here: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]
+    for number, rows in enumerate(groups):
+        here[at[rows[0]]].append((float(sum(costs[row] for row in rows)), number))
+    loads = [sum(cost for cost, _ in units) for units in here]
+    while True:
+        dear, cheap = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[dear] - loads[cheap]
+        fitting = [unit for unit in here[dear] if 0 < unit[0] < gap]
+        if not fitting:
+            break
+        unit = min(fitting, key=lambda unit: (abs(unit[0] - gap / 2), unit[1]))
+        here[dear].remove(unit)
+        here[cheap].append(unit)
+        loads[dear] -= unit[0]
+        loads[cheap] += unit[0]
+    rank_of = [0] * len(costs)
+    for rank, units in enumerate(here):
+        for _, number in units:
+            for row in groups[number]:
+                rank_of[row] = rank
+    return rank_of
+
+
+def _loads(costs: Sequence[float], rank_of: Sequence[int], ranks: int) -> list[float]:
+    loads = [0.0] * ranks
+    for cost, rank in zip(costs, rank_of, strict=True):
+        loads[rank] += cost
+    return loads
 
 
 def minibatch_plan(units: Sequence[int], count: int, seed: int | None) -> list[int]:

@@ -52,12 +52,10 @@ class Row:
         return f"{self.number:02}-{self.name}"
 
 
-def refused(
-    number: int, name: str, says: str, make: Any, within_s: float = 10.0, **more: Any
-) -> Row:
-    """A user's mistake, found at one process."""
+def refused(number: int, name: str, says: str, make: Any, **more: Any) -> Row:
+    """A user's mistake, found at one process. That flags are read before torch is imported: test_config."""
     return Row(
-        number, name, says, make=make, ends=2, within_s=within_s, ranks=(1,), once="fsdprl: |error: ", **more
+        number, name, says, make=make, ends=2, within_s=10, ranks=(1,), once="fsdprl: |error: ", **more
     )  # fmt: skip
 
 
@@ -73,10 +71,10 @@ def survived(number: int, name: str, reward: str, **more: Any) -> Row:
 
 
 MISTAKES = [
-    refused(1, "flag", r"--lerning-rate.*--lr", mistakes.misspelt_flag, 1, quick=True),
-    refused(1, "toml", r"config\.toml:2.*grop_size", mistakes.misspelt_key, 1, quick=True),
-    refused(1, "type", r"--lr.*fast", mistakes.wrong_type, 1, quick=True),
-    refused(1, "pair", r"--run\.keep.*at least 0", mistakes.out_of_range, 1, quick=True),
+    refused(1, "flag", r"--lerning-rate.*--lr", mistakes.misspelt_flag, quick=True),
+    refused(1, "toml", r"config\.toml:2.*grop_size", mistakes.misspelt_key, quick=True),
+    refused(1, "type", r"--lr.*fast", mistakes.wrong_type, quick=True),
+    refused(1, "pair", r"--run\.keep.*at least 0", mistakes.out_of_range, quick=True),
     refused(2, "absent", r"--model .*nowhere: no such folder", mistakes.no_model),
     refused(2, "pickled", r"only pytorch_model\.bin, a pickle.*convert", mistakes.pickled_model, quick=True),
     refused(2, "own code", r"code of its own \(auto_map\)", mistakes.own_code),
@@ -90,7 +88,7 @@ MISTAKES = [
     refused(6, "filtered", r"longer than --max-prompt-length.*no prompt is left", mistakes.all_long),
     refused(7, "many long", r"prompts are longer than --max-prompt-length", mistakes.some_long),
     Row(7, "one long", "1 of 240 prompts are longer", make=mistakes.one_long, ends=0, within_s=90, ranks=(1,)),
-    refused(8, "other config", r"another config.*\n.*--lr: 1e-06 there", mistakes.other_run, 2, quick=True),
+    refused(8, "other config", r"another config.*\n.*--lr: 1e-06 there", mistakes.other_run, quick=True),
 ]  # fmt: skip
 
 REWARDS = [
