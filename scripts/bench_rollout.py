@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Tokens per second of a rollout through fsdprl's vLLM engine against `LLM.generate` on the same prompts.
 
-    python scripts/bench_rollout.py            # 30M parameters, 256 requests of up to 64 new tokens
+    python scripts/bench_rollout.py            # 30M parameters, 16 prompts x 8 answers of up to 128 new tokens
     python scripts/bench_rollout.py --smoke
 
 `ours` is the verb that `sampler.generate()` sends: requests are made, tokens sampled, and every
 answer becomes a row with its log-probs. `direct` hands the same prompts and sampling parameters, with
 a seed and the sampled token's log-prob a request, to the same engine's `LLM.generate` and throws the
-answers away. `plain` does so without seeds and log-probs, which training needs, to show what they cost.
+answers away. `plain` (with --plain) does so without seeds and log-probs, which training needs, to show
+what they cost. `inside` is the share of our time that the engine's `LLM.generate` takes, in the same call:
+unlike a ratio of two calls, it hardly depends on what else the machine does.
 
 One process, repeats interleaved, best of each; the answers are compared first. Run it on a machine
 that does nothing else.
@@ -18,6 +20,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_sync import Shape, joined
@@ -50,6 +53,17 @@ class Bench:
         self.lengths = torch.randint(16, 128, (count // 8,), generator=draw)
         self.ids = torch.randint(60, 500, (int(self.lengths.sum()),), generator=draw).int()
         self.seeds = torch.randint(1 << 60, (len(self.lengths) * 8,), generator=draw)
+        self.llm = self.rank.engine.llm
+        self.generate, self.inside = self.llm.generate, 0.0
+        self.llm.generate = self.watched
+
+    def watched(self, *args: Any, **options: Any) -> Any:
+        """LLM.generate, with the time that it takes."""
+        begin = time.perf_counter()
+        try:
+            return self.generate(*args, **options)
+        finally:
+            self.inside += time.perf_counter() - begin
 
     def ours(self) -> list[list[int]]:
         """Eight answers to each prompt, as rows."""
@@ -69,18 +83,19 @@ class Bench:
         same = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
         wanted = [{"seed": seed} | same if as_ours else {} for seed in self.seeds.tolist()]
         parameters = [self.vllm.SamplingParams(max_tokens=self.most, **each) for each in wanted]
-        outputs = self.rank.engine.llm.generate(requests, parameters, use_tqdm=False)
+        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def plain(self) -> list[list[int]]:
         return self.direct(as_ours=False)
 
-    def timed(self, way: str) -> tuple[float, list[list[int]]]:
-        """Generated tokens per second, and the answers."""
-        self.rank.engine.llm.reset_prefix_cache()
-        begin = time.perf_counter()
+    def timed(self, way: str) -> tuple[float, float, list[list[int]]]:
+        """Generated tokens per second, share of the time inside LLM.generate, and the answers."""
+        self.llm.reset_prefix_cache()
+        self.inside, begin = 0.0, time.perf_counter()
         answers = getattr(self, way)()
-        return sum(map(len, answers)) / (time.perf_counter() - begin), answers
+        seconds = time.perf_counter() - begin
+        return sum(map(len, answers)) / seconds, self.inside / seconds, answers
 
 
 def main() -> None:
@@ -88,25 +103,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure rollouts through vLLM.")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cache-mb", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="also without seeds and log-probs")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     disable_progress_bar()
-    count, most = (32, 8) if args.smoke else (256, 64)
+    count, most = (32, 8) if args.smoke else (128, 128)
     with tempfile.TemporaryDirectory() as folder:
         (SMOKE if args.smoke else SIZE).write(Path(folder))
         bench = Bench(Path(folder), args, count, most)
-    ways = ("ours", "direct", "plain")
-    _, expected = bench.timed("ours")  # warm-up
-    assert bench.timed("direct")[1] == expected, "the two ways sampled different answers"
-    best = dict.fromkeys(ways, 0.0)
+    ways = ("ours", "direct", "plain")[: 3 if args.plain else 2]
+    _, _, expected = bench.timed("ours")  # warm-up
+    assert bench.timed("direct")[2] == expected, "the two ways sampled different answers"
+    best, inside = dict.fromkeys(ways, 0.0), 0.0
     for turn in range(args.repeats):
         for way in ways if turn % 2 else reversed(ways):
-            best[way] = max(best[way], bench.timed(way)[0])
+            rate, share, _ = bench.timed(way)
+            best[way] = max(best[way], rate)
+            inside = max(inside, share) if way == "ours" else inside
     tokens = sum(map(len, expected))
     print(f"{len(expected)} answers, {tokens:,} tokens, {args.dtype}, {torch.get_num_threads()} threads")  # fmt: skip
     for way, rate in best.items():
         print(f"  {way:<7} {rate:10,.0f} tokens/s  {rate / best['direct']:.3f} of direct")
+    print(f"  {inside:.4f} of our time is inside LLM.generate")
     worker.shutdown(bench.rank)
 
 

@@ -67,7 +67,11 @@ class Shape:
         tiny_tokenizer().save_pretrained(folder)
 
 
-SHAPES = [Shape("138M", 768, 12, 2176), Shape("520M", 1280, 22, 3456)]
+SHAPES = [
+    Shape("138M", 768, 12, 2176),
+    Shape("520M", 1280, 22, 3456),
+    Shape("17M", 128, 2, 256, 65_536),  # all in two large tensors
+]
 SMOKE = Shape("smoke", 64, 2, 128, 512)
 
 

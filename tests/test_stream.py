@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdprl.checkpoint_io import load_weights
-from fsdprl.stream import Bucket, shard_checksums, tensor_checksum, weight_stream
+from fsdprl.stream import Bucket, part_checksum, shard_checksums, tensor_checksum, weight_stream
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,7 @@ def nbytes(bucket: Bucket) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_stream_is_the_checkpoint(moe, dtype, bucket_bytes):
     model, stored = moe
-    pairs = [
-        pair
-        for bucket in weight_stream(model, dtype=dtype, bucket_bytes=bucket_bytes)
-        for pair in bucket.tensors
-    ]
+    pairs = weight_stream_pairs(model, dtype, bucket_bytes)
     names = [name for name, _ in pairs]
     assert len(names) == len(set(names)) and set(names) == stored.keys()
     for name, value in pairs:
@@ -46,6 +42,32 @@ def test_a_tied_weight_comes_once():
     load_weights(model, source)
     names = [n for b in weight_stream(model, dtype="float32") for n, _ in b.tensors]
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_above_a_bucket_come_in_parts_where_that_is_allowed(moe, dtype):
+    model, stored = moe
+    kept = dict(weight_stream_pairs(model, dtype, 1 << 30))
+    large, limit = "model.embed_tokens.weight", 1500
+    row = kept[large].nbytes // len(kept[large])
+    assert kept[large].nbytes > 3 * limit
+    buckets = list(
+        weight_stream(model, dtype=dtype, bucket_bytes=limit, divisible={large, "lm_head.weight"})
+    )
+    parts = [part for bucket in buckets for part in bucket.parts if part.name == large]
+    assert all(part.rows.nbytes <= max(limit, row) for part in parts)
+    firsts = [part.first_row for part in parts]
+    assert firsts == [0, *torch.tensor([len(part.rows) for part in parts]).cumsum(0)[:-1].tolist()]
+    assert torch.equal(torch.cat([part.rows for part in parts]), kept[large])
+    shares = sum(part_checksum(part.rows, part.first_row) for part in parts)
+    assert (shares - tensor_checksum(kept[large])) % 2**64 == 0
+    whole = {name for bucket in buckets for name, _ in bucket.tensors}
+    assert whole == stored.keys() - {part.name for bucket in buckets for part in bucket.parts}
+
+
+def weight_stream_pairs(model, dtype, bucket_bytes):
+    buckets = weight_stream(model, dtype=dtype, bucket_bytes=bucket_bytes)
+    return [pair for bucket in buckets for pair in bucket.tensors]
 
 
 def test_large_buckets_end_with_layers(moe):

@@ -28,6 +28,12 @@ def tensor_checksum(tensor: Tensor) -> int:
     return int(_rows_checksum(flat, width, 0, flat.dtype))
 
 
+def part_checksum(rows: Tensor, first_row: int) -> int:
+    """Share that consecutive rows have in their tensor's checksum."""
+    flat = rows.contiguous().view(-1)
+    return int(_rows_checksum(flat, flat.numel() // len(rows), first_row, flat.dtype))
+
+
 def shard_checksums(
     model: Any, *, dtype: str | torch.dtype, group: dist.ProcessGroup | None = None
 ) -> dict[str, int]:

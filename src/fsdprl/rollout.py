@@ -61,12 +61,19 @@ def pull(worker: Worker, *, model: str, version: int) -> None:
     dtype = worker.state["engine_dtype"]
     bucket_bytes = int(worker.state["engine_options"].bucket_mb * 2**20)
     layout = layout_of(trained.network)
-    buckets = weight_stream(layout, dtype=dtype, bucket_bytes=bucket_bytes, group=trained.group)
+    buckets = weight_stream(
+        layout,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        group=trained.group,
+        divisible=worker.engine.divisible,
+    )
 
     def ticking() -> Any:
         for bucket in buckets:
             worker.progress()
             yield bucket
+            del bucket  # gone before the next one is made
 
     received = worker.engine.update_weights(ticking(), version)
     sent = shard_checksums(layout, dtype=dtype, group=trained.group)

@@ -16,7 +16,7 @@ from fsdprl.engines.decoding import filter_logits
 from fsdprl.engines.transformers import TransformersEngine
 from fsdprl.errors import UserError
 from fsdprl.options import EngineOptions
-from fsdprl.stream import Bucket, tensor_checksum, weight_stream
+from fsdprl.stream import Bucket, Part, tensor_checksum, weight_stream
 from fsdprl.world import World
 
 END = tokenizer().eos_token_id
@@ -254,6 +254,55 @@ def test_update_confirms_checksums_and_replaces_every_weight(kind):
         own = dict(engine.replica.hf.named_parameters())
         for name, parameter in trained(kind, seed).named_parameters():
             assert torch.equal(own[name], parameter), name
+
+
+def parts_of(engine: Any, kind: str, bucket_bytes: int = 700) -> list[Bucket]:
+    """The stream with every tensor above a bucket in parts."""
+    model = SimpleNamespace(hf=trained(kind))
+    options: dict = {"dtype": "float32", "divisible": engine.divisible}
+    return list(weight_stream(model, bucket_bytes=bucket_bytes, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_weights_come_in_parts(kind):
+    engine = build(kind)
+    sent = parts_of(engine, kind)
+    assert len({part.name for bucket in sent for part in bucket.parts}) > 3
+    whole = {name: tensor_checksum(t) for b in buckets(kind) for name, t in b.tensors}
+    assert engine.update_weights(iter(sent), 0) == whole
+    own = dict(engine.replica.hf.named_parameters())
+    for name, parameter in trained(kind).named_parameters():
+        assert torch.equal(own[name], parameter), name
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ("missing", "rows of"),
+        ("nan", "not finite"),
+        ("twice", "rows of"),
+        ("shape", "has shape"),
+        ("far", "has row"),
+    ],
+)
+def test_bad_parts_are_named(damage: str, text: str):
+    name = "model.embed_tokens.weight"
+    engine = build("qwen3")
+    sent = parts_of(engine, "qwen3")
+    bucket = next(b for b in sent if b.parts and b.parts[0].name == name)
+    part, rest = bucket.parts[0], bucket.parts[1:]
+    nan = part.rows.clone()
+    nan[1, 1] = float("nan")
+    bucket.parts = {
+        "missing": rest,
+        "nan": [Part(name, part.first_row, nan), *rest],
+        "twice": [part, part, *rest],
+        "shape": [Part(name, part.first_row, part.rows[:, :-1]), *rest],
+        "far": [Part(name, 10_000, part.rows), *rest],
+    }[damage]
+    with pytest.raises(EngineError, match=text) as raised:
+        engine.update_weights(iter(sent), 7)
+    assert name in str(raised.value) and engine.version == -1
 
 
 def test_half_precision_engine_holds_cast_weights_and_agrees_with_that_model():

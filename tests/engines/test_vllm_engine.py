@@ -27,6 +27,7 @@ from fsdprl.engines.vllm_versions import (
     release,
 )
 from fsdprl.errors import UserError
+from fsdprl.stream import Bucket
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 1500
@@ -187,7 +188,7 @@ def test_a_failed_update_puts_the_layers_together_again():
 
     runner = SimpleNamespace(get_model=Model, vllm_config=None, model_config=None)
     reload = vllm_versions.Reload.__new__(vllm_versions.Reload)
-    reload.runner, reload.on_cpu = runner, False
+    reload.runner, reload.rows, reload.on_cpu = runner, {}, False
     reload.config = SimpleNamespace(set_current_vllm_config=lambda config: torch.no_grad())
     reload.reload = SimpleNamespace(
         initialize_layerwise_reload=lambda model: calls.append("begin"),
@@ -195,7 +196,7 @@ def test_a_failed_update_puts_the_layers_together_again():
     )
 
     def failing():
-        yield SimpleNamespace(tensors=[])
+        yield Bucket([("weight", torch.zeros(1))], True)
         raise RuntimeError("a bad bucket")
 
     with pytest.raises(RuntimeError, match="a bad bucket"):

@@ -11,6 +11,7 @@ import copy
 import json
 import random
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,9 +73,10 @@ class Ranks:
             seed=7,
         )
 
-    def buckets(self, bucket_bytes: int = 16384) -> list[Bucket]:
+    def buckets(self, bucket_bytes: int = 16384, divisible: Collection[str] = ()) -> list[Bucket]:
         holder = SimpleNamespace(hf=self.model)
-        return list(weight_stream(holder, dtype="float32", bucket_bytes=bucket_bytes))
+        options: dict[str, Any] = {"dtype": "float32", "divisible": divisible}
+        return list(weight_stream(holder, bucket_bytes=bucket_bytes, **options))
 
     def perturb(self, seed: int) -> None:
         """Another model, the same on every rank."""
@@ -197,7 +199,10 @@ def check_pulls(ranks: Ranks, engine: Any, pulls: int) -> dict[str, Any]:
     previous: list = []
     for version in range(pulls):
         ranks.perturb(version)
-        sums = engine.update_weights(iter(ranks.buckets()), version)
+        # Embedding and head whole, and in parts.
+        sent = ranks.buckets(1024, engine.divisible) if version % 2 else ranks.buckets()
+        assert any(bucket.parts for bucket in sent) is bool(version % 2)
+        sums = engine.update_weights(iter(sent), version)
         assert sums == shard_checksums(SimpleNamespace(hf=ranks.model), dtype="float32")
         assert engine.version == version
         live = answers(engine, requests)

@@ -96,8 +96,28 @@ def check_stream(model, source: Path, mesh: DeviceMesh) -> None:
             assert len(storages) == len(got)
         sums = stream.shard_checksums(model, dtype=dtype, group=group)
         assert sums == {name: stream.tensor_checksum(value) for name, value in want.items()}
+        check_parts(model, want, dtype, group)
         check_one_change(model, sums, dtype, mesh)
         load_weights(model, source)
+
+
+def check_parts(model, want: dict, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    """Rows of every large tensor put together are the tensor, whatever rank they came from."""
+    got = {name: torch.full_like(value, float("nan")) for name, value in want.items()}
+    seen, sums = dict.fromkeys(want, 0), dict.fromkeys(want, 0)
+    for bucket in weights(model, dtype, 300, group, divisible=want.keys()):
+        for name, value in bucket.tensors:
+            got[name] = value
+            seen[name] += len(value)
+        for part in bucket.parts:
+            got[part.name][part.first_row :][: len(part.rows)] = part.rows
+            seen[part.name] += len(part.rows)
+            sums[part.name] += stream.part_checksum(part.rows, part.first_row)
+    assert seen == {name: len(value) for name, value in want.items()}
+    assert sum(value != 0 for value in sums.values()) > 3
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+        assert not sums[name] or (sums[name] - stream.tensor_checksum(value)) % 2**64 == 0
 
 
 def check_one_change(model, sums: dict[str, int], dtype: torch.dtype, mesh: DeviceMesh) -> None:
@@ -112,8 +132,10 @@ def check_one_change(model, sums: dict[str, int], dtype: torch.dtype, mesh: Devi
     assert different == ({"model.embed_tokens.weight"} if same_replica else set())
 
 
-def weights(model, dtype, bucket_bytes, group=None):
-    return stream.weight_stream(model, dtype=dtype, bucket_bytes=bucket_bytes, group=group)
+def weights(model, dtype, bucket_bytes, group=None, **options):
+    return stream.weight_stream(
+        model, dtype=dtype, bucket_bytes=bucket_bytes, group=group, **options
+    )
 
 
 def check_small_buffers(model, source: Path) -> None:
@@ -132,6 +154,7 @@ def check_memory(model, source: Path) -> None:
     bucket_bytes = 8000
     whole = sum(value.nbytes for value in stored(source).values())
     largest = max(value.nbytes for value in stored(source).values())
+    names = stored(source).keys()
     gc.collect()
     with LiveBytes() as live:
         total = 0
@@ -142,6 +165,11 @@ def check_memory(model, source: Path) -> None:
     bound = 3 * max(bucket_bytes, largest)  # the bucket and the two buffers
     assert largest <= live.peak <= bound, (live.peak, bound)
     assert bound < whole / 8, "the test needs a larger model"
+    with LiveBytes() as live:
+        for bucket in weights(model, torch.float32, bucket_bytes, divisible=names):
+            assert sum(value.nbytes for _, value in bucket.tensors) <= bucket_bytes
+            del bucket
+    assert largest > 1.5 * bucket_bytes and live.peak <= 3.2 * bucket_bytes, live.peak
     with LiveBytes() as live:
         stream.shard_checksums(model, dtype=torch.bfloat16)
     assert live.peak <= bound, live.peak

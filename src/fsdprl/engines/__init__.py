@@ -107,6 +107,8 @@ class Engine(Protocol):
 
     version: int
     """Version of the weights it holds; -1 for none."""
+    divisible: frozenset[str]
+    """Weights that may come in parts (`stream.Part`) where they are larger than a bucket."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, progress: Callable[[], None]

@@ -12,7 +12,7 @@ from fsdprl.engines.kvcache import IMPLEMENTATION, Decode, KVCache, Prefill
 from fsdprl.errors import UserError
 from fsdprl.hf_layout import Item, hf_items
 from fsdprl.models import empty_model
-from fsdprl.stream import Bucket, tensor_checksum
+from fsdprl.stream import Bucket
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Mean difference of log-probs, relative to the largest logit where that is above 1, at which the
@@ -84,10 +84,18 @@ class Replica:
         arrivals = Arrivals(
             {item.name: Expected(item.shape, places[item.name].dtype) for item in self.items}
         )
-        for bucket in arrivals.of(buckets):
+
+        def fill(bucket: Bucket) -> None:
             for name, tensor in bucket.tensors:
-                place = places[name].view(tensor.shape)
-                arrivals.checksums[name] = tensor_checksum(place.copy_(tensor))
+                arrivals.take(name, places[name].view(tensor.shape).copy_(tensor))
+            for part in bucket.parts:
+                rows = places[part.name].view(-1, *part.rows.shape[1:])
+                rows = rows.narrow(0, part.first_row, len(part.rows))
+                arrivals.take_part(part.name, part.first_row, rows.copy_(part.rows))
+
+        for bucket in arrivals.of(buckets):
+            fill(bucket)
+            del bucket  # gone before the next one is made
         return arrivals.checksums
 
     def prefill(self, ids: Tensor, last: Tensor) -> tuple[Prefill, Tensor]:

