@@ -8,7 +8,7 @@
 The pull is the verb that `sampler.pull()` sends: float32 shards are cast, gathered bucket by bucket,
 loaded by the live engine, and checksums of what was sent and received are compared. `naive` gathers
 each parameter whole (DTensor.full_tensor) and hands it to the same engine, without the comparison.
-`memcpy` copies as many bytes once, on every rank.
+`memcpy` copies as many bytes once, on every rank, in blocks of 512 MB.
 
 Interleaved repeats after one that does not count; best time, highest peak over the repeats; of the
 slowest rank, and the rank that took most memory. Run it on a machine that does nothing else.
@@ -72,6 +72,7 @@ SHAPES = [
     Shape("520M", 1280, 22, 3456),
     Shape("17M", 128, 2, 256, 65_536),  # all in two large tensors
 ]
+COPIED_BYTES = 512 << 20  # beyond any cache, and small beside the models
 SMOKE = Shape("smoke", 64, 2, 128, 512)
 
 
@@ -93,7 +94,8 @@ class Bench:
         self.dtype = rollout.DTYPES[args.dtype]
         count = sum(parameter.numel() for parameter in self.network.parameters())
         self.bytes = count * self.dtype.itemsize
-        self.source = torch.ones(self.bytes, dtype=torch.uint8, device=rank.device)
+        most = min(self.bytes, COPIED_BYTES)
+        self.source = torch.ones(most, dtype=torch.uint8, device=rank.device)
         self.target = torch.ones_like(self.source)
 
     def pull(self) -> None:
@@ -105,7 +107,9 @@ class Bench:
         self.rank.engine.update_weights(self.whole(), self.version)
 
     def memcpy(self) -> None:
-        self.target.copy_(self.source)
+        for done in range(0, self.bytes, len(self.source)):
+            count = min(self.bytes - done, len(self.source))
+            self.target[:count].copy_(self.source[:count])
 
     def whole(self) -> Iterator[Bucket]:
         """Each parameter gathered whole, in the precision it is trained in, then cast."""
