@@ -60,6 +60,7 @@ gpu:
 bench:
     .venv/bin/python scripts/bench_update.py && .venv/bin/python scripts/bench_step.py
     .venv/bin/python scripts/bench_control.py && .venv/bin/python scripts/bench_overhead.py
+    .venv/bin/python scripts/bench_step.py --deterministic && .venv/bin/python scripts/bench_save.py
     .venv/bin/torchrun --standalone --nproc-per-node 2 scripts/bench_sync.py
 
 # Weight pulls and rollouts with the real vLLM, against memcpy and LLM.generate.

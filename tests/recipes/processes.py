@@ -12,6 +12,7 @@ from scripts.make_tiny_model import write_tiny_model
 from tests.ranks.jobs import Job
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
 GRADE = "tests.recipes.grades:"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 PROMPTED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dapo", "ppo", "distill")
@@ -66,8 +67,7 @@ def words(name: str, files: dict[str, str], out: Path, **flags: Any) -> list[str
 
 
 def start(typed: list[str], ranks: int = 0) -> Job:
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    return Job(typed, ranks=ranks, PYTHONPATH=path, HF_HUB_OFFLINE="1")
+    return Job(typed, ranks=ranks, PYTHONPATH=PATHS, HF_HUB_OFFLINE="1")
 
 
 def run(

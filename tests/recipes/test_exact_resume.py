@@ -1,6 +1,7 @@
 """Told to go within a step, killed after a checkpoint, started again: the run nobody disturbed, to the byte."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -8,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fsdprl.comparing import metric_differences, run_differences
 from fsdprl.records import read_json, read_lines
 from tests.ranks.jobs import Job
-from tests.recipes.processes import RECIPES, run, start, task, words
+from tests.recipes.processes import RECIPES, start, task, words
+from tests.recipes.warm import WarmJob
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 STEPS, EVERY = 12, 3
@@ -36,7 +40,18 @@ def files(tmp_path_factory) -> dict[str, str]:
     return task(tmp_path_factory.mktemp("task"))
 
 
-def until(job: Job, happened: Callable[[], bool]) -> None:
+def begin(typed: list[str], ranks: int) -> Job | WarmJob:
+    """One rank as a process forked with everything imported, several under torchrun."""
+    return start([USUAL, *typed], ranks) if ranks else WarmJob(typed)
+
+
+def finish(typed: list[str], ranks: int) -> None:
+    """Start, and see it end well."""
+    end = begin(typed, ranks).end(280.0)
+    assert end.code == 0, end.err[-3000:]
+
+
+def until(job: Job | WarmJob, happened: Callable[[], bool]) -> None:
     limit = time.monotonic() + 120
     while not happened():
         assert time.monotonic() < limit and job.process.poll() is None, job.end(5.0).err
@@ -45,7 +60,7 @@ def until(job: Job, happened: Callable[[], bool]) -> None:
 
 def told_to_go(typed: list[str], ranks: int, out: Path, number: signal.Signals) -> int:
     """Start, and send a signal after two steps. Returns the steps in the checkpoint that was left."""
-    job = start([USUAL, *typed] if ranks else typed, ranks)
+    job = begin(typed, ranks)
     until(job, lambda: len(read_lines(out / "metrics.jsonl")) >= 2)
     job.process.send_signal(number)
     end = job.end(25.0)  # what a scheduler gives a job, less a margin
@@ -59,7 +74,7 @@ def told_to_go(typed: list[str], ranks: int, out: Path, number: signal.Signals) 
 def killed(typed: list[str], ranks: int, out: Path) -> None:
     """Start again, and kill after the next checkpoint."""
     before = newest(out)
-    job = start(typed, ranks)
+    job = begin(typed, ranks)
     until(job, lambda: newest(out) > before)
     job.process.kill()
     assert job.end(25.0).code == -signal.SIGKILL
@@ -82,12 +97,12 @@ def disturbed(
 ) -> Path:
     """A run that was told to go, killed, and finished, each time by the same command."""
     flags = ALWAYS | {"lr": 1e-2} | OWN.get(name, {}) | flags
-    whole = start(words(name, files, folder / "whole", **flags), ranks)
+    whole = begin(words(name, files, folder / "whole", **flags), ranks)
     out = folder / "run"
     typed = words(name, files, out, **flags)
     saved = told_to_go(typed, ranks, out, number)
     killed(typed, ranks, out)
-    run(name, files, out, ranks=ranks, **flags)
+    finish(typed, ranks)
     assert whole.end(280.0).code == 0
     resumed = [event["step"] for event in read_json(out / "config.json")["resumed"]]
     assert resumed[0] == saved and len(resumed) == 2 and resumed[1] > saved
@@ -130,6 +145,21 @@ def test_a_disturbed_run_is_the_undisturbed_one(files, tmp_path, name, ranks, nu
         assert list((last / "pool").glob("rank-*.rows")), os.listdir(last / "pool")
 
 
+@pytest.mark.slow
+def test_a_bfloat16_checkpoint_goes_on_from_its_float32_masters(files, tmp_path):
+    narrow = tmp_path / "narrow"
+    shutil.copytree(files["model"], narrow)
+    tensors = load_file(narrow / "model.safetensors")
+    narrowed = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(narrowed, narrow / "model.safetensors", {"format": "pt"})
+    out = disturbed("sft", files | {"model": str(narrow)}, tmp_path, lr=1e-4)
+    last = out / "checkpoints" / "latest"
+    assert {t.dtype for t in load_file(last / "model.safetensors").values()} == {torch.bfloat16}
+    masters = load_file(last / "trainer" / "masters.safetensors")
+    assert {t.dtype for t in masters.values()} == {torch.float32}
+    assert any((t != t.bfloat16()).any() for t in masters.values())
+
+
 # ---- torchrun's own restarts, a second signal, other numbers of ranks
 
 
@@ -146,7 +176,7 @@ def rank_of(job: Job, rank: int) -> int:
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_in_which_a_rank_was_killed(files, tmp_path):
     flags = ALWAYS | {"lr": 1e-2, "run.resume": "never"}
-    run("grpo", files, tmp_path / "whole", ranks=2, **flags)
+    finish(words("grpo", files, tmp_path / "whole", **flags), 2)
     out = tmp_path / "run"
     job = start(["--max-restarts=1", *words("grpo", files, out, **flags)], 2)
     until(job, lambda: newest(out) > 0)
@@ -162,10 +192,9 @@ def test_torchrun_restarts_a_run_in_which_a_rank_was_killed(files, tmp_path):
 @pytest.mark.slow
 def test_a_second_signal_exits_at_once(files, tmp_path):
     flags = {"rewards": "tests.recipes.grades:stuck", "reward.timeout-s": 300, "steps": 4}
-    job = start(words("grpo", files, tmp_path, **flags, **{"eval-every": 0}))
-    status = tmp_path / "status.json"
-    until(job, lambda: status.exists() and read_json(status).get("phase") == "training")
-    time.sleep(0.5)
+    job = WarmJob(words("grpo", files, tmp_path, **flags, **{"eval-every": 0}))
+    until(job, lambda: len(read_lines(tmp_path / "metrics.jsonl")) >= 2)
+    time.sleep(1.0)
     job.process.send_signal(signal.SIGTERM)  # waits for the ranks, which are stuck in grading
     time.sleep(2.0)  # sooner would count as the same signal, passed on by torchrun
     assert job.process.poll() is None
@@ -187,10 +216,11 @@ def test_another_number_of_ranks_takes_the_same_data_and_nearly_the_same_numbers
     files, tmp_path, before, after
 ):
     flags = ALWAYS | {"lr": 1e-4, "eval-every": 0, "run.deterministic": False}
-    run("grpo", files, tmp_path / "whole", ranks=before, **flags)
+    finish(words("grpo", files, tmp_path / "whole", **flags), before)
     out = tmp_path / "run"
-    killed(words("grpo", files, out, **flags), before, out)
-    run("grpo", files, out, ranks=after, **flags)
+    typed = words("grpo", files, out, **flags)
+    killed(typed, before, out)
+    finish(typed, after)
     (event,) = read_json(out / "config.json")["resumed"]
     assert event["world_size"] == (after or 1) and event["step"] >= EVERY
     assert asked(out) == asked(tmp_path / "whole")
