@@ -58,6 +58,8 @@ def test_a_tolerance_is_relative_and_of_numbers():
     a, b = [{"step": 0, "x": 1000.0, "y": None}], [{"step": 0, "x": 1000.9, "y": 1.0}]
     assert metric_differences(a, b, 1e-3) == ["step 0: y: None and 1.0"]
     assert metric_differences(a, b, 1e-4)[0] == "step 0: x: 1000.0 and 1000.9"
+    tiny, other = [{"step": 0, "kl": 1e-9}], [{"step": 0, "kl": -1e-7}]
+    assert metric_differences(tiny, other, 1e-3) == [] != metric_differences(tiny, other, 1e-5)
 
 
 def test_the_script_says_it_with_its_exit_code(tmp_path):

@@ -18,6 +18,10 @@ MEASURED_RATES = "_tps"
 """End of the names of tokens per second."""
 
 
+ROUNDING = 1e-3
+"""Below this size, a tolerance is a share of it: the gap between trainer and engine, say, is itself rounding."""
+
+
 def is_measured(name: str) -> bool:
     """Whether a metric tells of the machine (time, memory, traffic) and is left out of a comparison."""
     return name.startswith(MEASURED) or name.endswith(MEASURED_RATES)
@@ -33,7 +37,8 @@ def metric_differences(
 ) -> list[str]:
     """Each metric of each step that two runs do not have alike, in words.
 
-    tolerance: relative difference up to which numbers count as equal; 0 wants the same bits.
+    tolerance: difference up to which numbers count as equal, relative to the larger one and at least to ROUNDING;
+    0 wants the same bits.
     """
     lines = []
     if [row["step"] for row in a] != [row["step"] for row in b]:
@@ -79,7 +84,7 @@ def run_differences(a: Path, b: Path, tolerance: float = 0.0) -> list[str]:
 def _near(a: Any, b: Any, tolerance: float) -> bool:
     if not (isinstance(a, int | float) and isinstance(b, int | float)):
         return False
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), ROUNDING)
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
