@@ -1,9 +1,13 @@
 """Store and exchange encoding: rows by id, compact columns, bytes there and back."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from fsdprl.exchange import decode_rows, encode_rows
+from fsdprl.rows import samples_of
 from fsdprl.store import Row, Store
 
 
@@ -85,3 +89,27 @@ def test_a_column_of_two_types_does_not_travel():
     rows = [(1, row(2, 1, a=torch.zeros(1))), (2, row(2, 1, a=torch.zeros(1).double()))]
     with pytest.raises(ValueError, match=r"column 'a' has types \['float32', 'float64'\]"):
         encode_rows(rows)
+
+
+def test_a_response_is_decoded_once():
+    asked: list[list[int]] = []
+
+    class Tokenizer:
+        def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+            assert skip_special_tokens
+            asked.extend(ids)
+            return ["" if row == [4] else f"says {row}" for row in ids]
+
+    store = Store()
+    for name, length in ((1, 4), (2, 6), (3, 5)):
+        store.put(name, row(length, 4 if name == 3 else 3))
+    worker: Any = SimpleNamespace(store=store, state={"tokenizer": Tokenizer()})
+    for names in ([1, 2], [2, 3, 1], [3]):
+        samples = samples_of(worker, names)
+        texts = {1: "says [3]", 2: "says [3, 4, 5]", 3: ""}
+        assert [sample.response for sample in samples] == [texts[name] for name in names]
+        assert [sample.row for sample in samples] == names
+    assert asked == [[3], [3, 4, 5], [4]]
+    # ... on its rank: what another gets has no text yet
+    ((_, there),) = decode_rows(encode_rows([(1, store.rows[1])]))
+    assert there.text is None and there.loss_tokens == 1

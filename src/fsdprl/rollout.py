@@ -1,13 +1,13 @@
 """Worker verbs over the sampling engine: build, pull weights, generate rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdprl import device
-from fsdprl.engines import Request, Sampling, build_engine
+from fsdprl.engines import Completion, Request, Sampling, build_engine
 from fsdprl.hf_layout import layout_of
 from fsdprl.options import EngineOptions
 from fsdprl.store import Row
@@ -116,23 +116,36 @@ def generate(
         "stop": tuple(sampling["stop"]),
     }
     completions = worker.engine.generate(requests, Sampling(**settings), worker.progress)
-    for i, completion in enumerate(completions):
-        prompt = prompts[i // n]
-        answer_ids = completion.ids.to(torch.int32)
-        mask = torch.zeros(len(prompt) + len(answer_ids), dtype=torch.bool)
-        mask[len(prompt) :] = True
+    asked, said = lengths.tolist(), [len(completion.ids) for completion in completions]
+    for i, (completion, row_ids) in enumerate(
+        zip(completions, _joined(prompts, completions, n), strict=True)
+    ):
         info = infos[i // n] | {
-            "prompt_length": len(prompt),
+            "prompt_length": asked[i // n],
             "truncated": completion.finish == "length",
             "max_new_tokens": settings["max_new_tokens"],
         }
-        row = Row(torch.cat([prompt, answer_ids]), mask, info, {"logp_sampler": completion.logp})
+        mask = torch.arange(len(row_ids)) >= asked[i // n]
+        row = Row(row_ids, mask, info, {"logp_sampler": completion.logp}, said[i])
         worker.store.put(first_row[i // n] + i % n, row)
     return {
-        "length": torch.tensor([len(c.ids) for c in completions], dtype=torch.int64),
+        "length": torch.tensor(said, dtype=torch.int64),
         "truncated": torch.tensor([c.finish == "length" for c in completions], dtype=torch.bool),
         "stats": {name: float(value) for name, value in worker.engine.stats().items()},
     }
+
+
+def _joined(
+    prompts: Sequence[Tensor], completions: Sequence[Completion], n: int
+) -> Iterator[Tensor]:
+    """ids, int32 [L], of each prompt with each of its answers."""
+    parts = [p for i, c in enumerate(completions) for p in (prompts[i // n], c.ids)]
+    if not parts:
+        return
+    ids = torch.cat(parts).to(torch.int32)
+    sizes = [len(parts[i]) + len(parts[i + 1]) for i in range(0, len(parts), 2)]
+    for part in ids.split(sizes):
+        yield part.clone()  # a view would keep all of them alive for as long as one row lives
 
 
 VERBS: dict[str, Callable[..., Any]] = {

@@ -14,7 +14,7 @@ from fsdprl.mesh import cpu_group
 from fsdprl.options import RewardOptions
 from fsdprl.redaction import redacted
 from fsdprl.sample import Sample
-from fsdprl.store import Store
+from fsdprl.store import Row, Store
 from fsdprl.worker import Worker
 
 
@@ -111,7 +111,7 @@ def samples_of(
     if not rows:
         return []  # some tokenizers decode no rows to one empty text
     ids = [row.ids[row.info["prompt_length"] :].tolist() for row in rows]
-    responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    responses = _texts(tokenizer, rows, ids)
     numbers = groups if groups is not None else [-1] * len(rows)
     return [
         Sample(
@@ -133,6 +133,16 @@ def samples_of(
             row_ids, rows, responses, ids, numbers, strict=True
         )
     ]
+
+
+def _texts(tokenizer: Any, rows: Sequence[Row], ids: Sequence[list[int]]) -> list[str]:
+    """What the rows' responses (their ids) say. Decoded once: rewards and records both ask."""
+    new = [i for i, row in enumerate(rows) if row.text is None]
+    if new:
+        said = tokenizer.batch_decode([ids[i] for i in new], skip_special_tokens=True)
+        for i, text in zip(new, said, strict=True):
+            rows[i].text = text
+    return [row.text or "" for row in rows]
 
 
 def grade(

@@ -24,10 +24,14 @@ class Row:
     """msgpack-able facts for rewards and people: prompt, answer, meta, prompt_length, truncated."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """name -> [loss tokens], in order."""
-    loss_tokens: int = field(init=False)
+    loss_tokens: int = -1
+    """How many tokens are loss tokens: counted when not given, and then asked for by every verb."""
+    text: str | None = None
+    """The response as text, once somebody has asked for it: of this rank alone, rows travel without."""
 
     def __post_init__(self) -> None:
-        self.loss_tokens = int(self.mask.sum())  # asked for again and again, by every verb
+        if self.loss_tokens < 0:
+            self.loss_tokens = int(self.mask.sum())
 
 
 class Store:
