@@ -36,6 +36,7 @@ class Config:
     steps: int = 0  # steps to train; 0 takes as many as epochs need
     epochs: float = 1.0  # passes over data, where steps is 0
     seed: int = 0  # of data order
+    data_workers: int = 0  # processes of each rank that make rows ahead of their step; 0: none
     batch_size: int = 64  # N, completions of an optimizer step
     lr: float = 1e-6  # peak learning rate
     schedule: rl.Schedule = "linear"  # of the learning rate after warm-up
@@ -73,7 +74,9 @@ def main(cfg: Config) -> None:
         label_key=cfg.label_key,
     )
     sets = (form, cfg.eval_data, cfg.eval_share)
-    train, held_out = rl.preference_sets(*sets, paired=False, seed=cfg.seed)
+    train, held_out = rl.preference_sets(
+        *sets, paired=False, seed=cfg.seed, workers=cfg.data_workers
+    )
     plan = rl.Plan(len(train), cfg.batch_size, steps=cfg.steps, epochs=cfg.epochs)
     layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
     policy = rl.Policy(cfg.model, **layout)

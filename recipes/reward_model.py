@@ -34,6 +34,7 @@ class Config:
     steps: int = 0  # steps to train; 0 takes as many as epochs need
     epochs: float = 1.0  # passes over data, where steps is 0
     seed: int = 0  # of data order and of the fresh head
+    data_workers: int = 0  # processes of each rank that make rows ahead of their step; 0: none
     batch_size: int = 64  # B, pairs of an optimizer step
     lr: float = 1e-5  # peak learning rate
     schedule: rl.Schedule = "linear"  # of the learning rate after warm-up
@@ -66,7 +67,9 @@ def main(cfg: Config) -> None:
         margin_key=cfg.margin_key,
     )
     sets = (form, cfg.eval_data, cfg.eval_share)
-    train, held_out = rl.preference_sets(*sets, paired=True, seed=cfg.seed)
+    train, held_out = rl.preference_sets(
+        *sets, paired=True, seed=cfg.seed, workers=cfg.data_workers
+    )
     plan = rl.Plan(len(train), cfg.batch_size, steps=cfg.steps, epochs=cfg.epochs)
     model = rl.TrainedRewardModel(cfg.model, sharding=cfg.sharding, dtype=cfg.dtype, seed=cfg.seed)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}

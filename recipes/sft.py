@@ -34,6 +34,7 @@ class Config:
     steps: int = 0  # steps to train; 0 takes as many as epochs need
     epochs: float = 1.0  # passes over data, where steps is 0
     seed: int = 0  # of data order
+    data_workers: int = 0  # processes of each rank that make rows ahead of their step; 0: none
     batch_size: int = 64  # B, rows of an optimizer step
     lr: float = 1e-5  # peak learning rate
     schedule: Literal["cosine", "linear", "constant"] = (
@@ -110,7 +111,7 @@ def load_examples(cfg: Config):
         completion_key=cfg.completion_key,
         text_key=cfg.text_key,
     )
-    examples = rl.Examples(form(path=cfg.data), seed=cfg.seed).measure()
+    examples = rl.Examples(form(path=cfg.data), seed=cfg.seed, workers=cfg.data_workers).measure()
     if cfg.eval_data:
         return examples, rl.Examples(form(path=cfg.eval_data), flag="--eval-data").measure()
     return examples.split(cfg.eval_share if cfg.eval_every else 0.0)

@@ -8,7 +8,9 @@ is a real checkpoint in every other way: transformers and vLLM load it like any 
 """
 
 import argparse
+import re
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,11 +29,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character (and per role name), lower case only; `<|im_end|>` ends a turn and a sample."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *ROLES, *CHARACTERS])}
+def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per character (and per role name), lower case only; `<|im_end|>` ends a turn and a sample.
+
+    words: further texts that are one token each.
+    """
+    entries = [*SPECIAL, *ROLES, *CHARACTERS, *words]
+    vocabulary = {token: index for index, token in enumerate(entries)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*ROLES, r"[\s\S]"])), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join([*ROLES, *map(re.escape, words), r"[\s\S]"])), "isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -65,9 +73,9 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     )
 
 
-def write_tiny_model(out: Path, seed: int = 0) -> None:
-    """Weights drawn from `seed`, config, tokenizer, chat template and generation config."""
-    tokenizer = tiny_tokenizer()
+def write_tiny_model(out: Path, seed: int = 0, words: Sequence[str] = ()) -> None:
+    """Weights drawn from `seed`, config, tokenizer (see `tiny_tokenizer`), chat template and generation config."""
+    tokenizer = tiny_tokenizer(words)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(tiny_config(tokenizer))
     model.generation_config = GenerationConfig(

@@ -27,7 +27,7 @@ class FakeController:
         self.workers = [
             SimpleNamespace(
                 store=Store(),
-                world=SimpleNamespace(rank=rank),
+                world=SimpleNamespace(rank=rank, size=ranks),
                 state={},
                 progress=lambda: None,
                 debug=True,

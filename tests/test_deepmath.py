@@ -6,11 +6,6 @@ from pathlib import Path
 import pytest
 from datafiles import given
 
-from fsdprl.functions import function_ref
-from fsdprl.grading import Grader
-from fsdprl.options import RewardOptions
-from fsdprl.rewards import math_accuracy
-
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench_grading.py"
 
 
@@ -23,16 +18,22 @@ def bench():
     return module
 
 
-def check(bench, rows: int) -> None:
+def check(bench, samples: list) -> None:
+    """Two numbers of reward processes and this one agree on everything that comes to an end."""
     pytest.importorskip("math_verify", reason="needs the extra fsdprl[math]")
-    samples = bench.answers(f"{given('deepmath_sample.jsonl')}#{rows}")
-    assert len(samples) == rows * len(bench.FORMS)
-    with Grader(RewardOptions(), debug=True) as grader:
-        here = grader.grade(function_ref(math_accuracy), samples).scores
+    graded, lost = {}, set()
     for workers in (1, 2):
-        scores, failures, _, memory = bench.graded(samples, workers)
-        assert scores == here and failures == 0
+        graded[workers], overdue, _, memory = bench.graded(samples, workers)
+        lost.update(overdue)
         assert max(memory[1]) < max(memory[0]) + 64  # MB: nothing piles up
+    names = [(samples[i].response, samples[i].answer) for i in sorted(lost)]
+    assert len(lost) <= len(samples) // 1000, names  # on which math-verify does not end by itself
+    here = bench.graded_here(samples, lost)
+    for scores in graded.values():
+        assert len(scores) == len(samples)
+        assert [s for i, s in enumerate(scores) if i not in lost] == [
+            s for i, s in enumerate(here) if i not in lost
+        ]
     right = {name: [s for s, x in zip(here, samples, strict=True) if x.meta["form"] == name and s is not None]
              for name in bench.FORMS}  # fmt: skip
     for name in ("boxed", "sentence", "marked"):
@@ -42,9 +43,20 @@ def check(bench, rows: int) -> None:
 
 
 def test_some_of_them(bench):
-    check(bench, 20)
+    samples = bench.answers(f"{given('deepmath_sample.jsonl')}#20")
+    assert len(samples) == 20 * len(bench.FORMS)
+    check(bench, samples)
+
+
+PARTS = 10
 
 
 @pytest.mark.slow
-def test_all_of_them(bench):
-    check(bench, 4994)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_of_them(bench, part: int):
+    samples = bench.answers(str(given("deepmath_sample.jsonl")))
+    assert len(samples) == 4994 * len(bench.FORMS)
+    rows = [row for row in range(4994) if row % PARTS == part]
+    forms = len(bench.FORMS)
+    check(bench, [samples[row * forms + form] for row in rows for form in range(forms)])

@@ -58,6 +58,19 @@ def test_trl_functions(grader):
     assert scores(grader, "trl_rewards.py:only_math", [*samples, *code]) == [1.0, 1.0, None]
 
 
+def test_what_trl_functions_log(grader):
+    samples = said("it is 5", "four", messages=CHAT)
+    found = grader.grade(function_ref(named(f"{HERE}/trl_rewards.py:logging_reward")), samples)
+    assert found.extras == {0: {"words": 3}, 1: {"words": 1}} and found.scores == [1.0, 1.0]
+    calls = [3.0, 1.0] if len(found.metrics) == 2 else [2.0]  # one or two processes had them
+    assert sorted(found.metrics) == sorted(("words/mean", value) for value in calls)
+    with (
+        pytest.raises(RewardError, match=r"log_extra\('words'\) needs 3 values"),
+        Grader(RewardOptions()) as alone,
+    ):
+        scores(alone, "trl_rewards.py:logs_too_few", said("a", "b", "c", messages=CHAT))
+
+
 def test_ms_swift_classes_with_their_imports(grader):
     samples = said("<answer> 4 </answer>", "<answer>5</answer> or so it seems", messages=CHAT)
     assert scores(grader, "swift_plugin.py:MathORM", samples) == [1.0, 0.0]
@@ -171,6 +184,19 @@ def batch(monkeypatch):
 class _Words:
     def batch_decode(self, ids, skip_special_tokens):
         return ["x" * len(one) for one in ids]
+
+
+def test_logged_numbers_and_columns_reach_metrics_and_completions(batch, tmp_path):
+    fake, made = batch
+    for worker in fake.workers:
+        for row in worker.store.rows.values():
+            row.info["messages"] = CHAT
+    rewards = Rewards([f"{HERE}/trl_rewards.py:logging_reward"])
+    made["reward"] = rewards(made)
+    assert rewards.metrics(made)["words/mean"] == 1.0
+    made.write_completions(tmp_path, 0)
+    lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(lines) == 8 and all('"words":1' in line for line in lines)
 
 
 def test_masked_rows_have_no_advantage(batch):

@@ -1,8 +1,11 @@
 """Programs in the sandbox: what they may, what they may not, and that nothing of them is left."""
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -151,3 +154,46 @@ def test_sandbox_works_off_the_main_thread():
     thread.start()
     thread.join(30)
     assert found[0].out == "1\n" and os.getpid() and sys.platform
+
+
+AS_SOMEONE = """
+import sys
+sys.path.insert(0, {source!r})
+from fsdprl.errors import UserError
+from fsdprl.sandbox import run_python
+try:
+    print(run_python("import os; print(6 * 7, os.getuid())").out, end="")
+    ran = run_python("import socket; socket.create_connection(('127.0.0.1', 9), 1)")
+    print("Network is unreachable" in ran.err or "refused" in ran.err)
+    print(run_python("print(open('{secret}').read())").code)
+except UserError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="changes its user")
+def test_the_same_for_a_user_without_privileges(tmp_path: Path):
+    """Nobody runs programs in a jail of their own, or not at all."""
+    everyones = shutil.which("python3", path="/usr/bin:/bin")  # this one may lie in root's home
+    if everyones is None:
+        pytest.skip("no python3 in /usr/bin")
+    home = Path(tempfile.mkdtemp(prefix="fsdprl-nobody-"))
+    package = Path(sandbox.__file__).parent
+    (home / "fsdprl").mkdir()
+    for name in ("__init__.py", "errors.py", "sandbox.py", "sandbox_cell.py"):
+        shutil.copy(package / name, home / "fsdprl" / name)
+    (home / "secret").write_text("CANARY")
+    subprocess.run(["chmod", "-R", "a+rX", home], check=True)
+    script = AS_SOMEONE.format(source=str(home), secret=home / "secret")
+    ran = subprocess.run(
+        [everyones, "-c", script], capture_output=True, text=True, timeout=60, cwd=home,
+        user=65534, group=65534, extra_groups=[],
+    )  # fmt: skip
+    shutil.rmtree(home)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    if lines and lines[0].startswith("refused:"):
+        assert "namespaces" in lines[0] and len(lines) == 1
+    else:
+        assert lines[0].startswith("42 ") and lines[1] == "True" and lines[2] != "0", ran
+        assert "CANARY" not in ran.stdout

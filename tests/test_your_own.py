@@ -1,19 +1,23 @@
 """recipes/YOUR_OWN.md: its code runs, its names exist."""
 
+import asyncio
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from datafiles import write_lines
 
+from fsdprl.conversation import Conversation
 from fsdprl.data.mixture import read_as
 from fsdprl.data.rows import open_rows
-from fsdprl.functions import function_ref
+from fsdprl.functions import function_ref, import_named
 from fsdprl.grading import Grader
 from fsdprl.options import RewardOptions
 from fsdprl.rewards import BUILT_IN
 from fsdprl.rewards.names import named
 from fsdprl.sample import Sample
+from fsdprl.tools import call_tools, schemas
 
 PAGE = Path(__file__).resolve().parents[1] / "recipes" / "YOUR_OWN.md"
 
@@ -43,6 +47,29 @@ def test_rewards(files: Path):
         for name, scores in expected.items():
             fn = named(f"{files}/my_rewards.py:{name}")
             assert grader.grade(function_ref(fn), samples).scores == scores, name
+
+
+def talk(said: str, turns_left: int = 3) -> Conversation:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    return Conversation("?", messages, answer=7, turn=1, turns_left=turns_left, tokens_left=99)
+
+
+def test_tools(files: Path):
+    (schema,) = schemas([f"{files}/my_tools.py:convert"])
+    assert set(schema["function"]["parameters"]["properties"]) == {"amount", "rate"}
+    (call,) = re.findall(r"`(<tool_call>.*?</tool_call>)`", PAGE.read_text())
+    heard = call_tools(talk(call), tools=[f"{files}/my_tools.py:convert"])
+    assert heard == [{"role": "tool", "name": "convert", "content": "3.0"}]
+
+
+def test_environments(files: Path):
+    module = import_named(f"{files}/my_env.py")
+    assert (module.hint(talk("it is 7")), module.hint(talk("8", turns_left=0))) == (1.0, 0.0)
+    assert module.hint(talk("8"))["content"] == "Not yet: try again."
+    guessing, conversation = partial(module.Guessing, most=2)(), talk("7")
+    assert asyncio.run(guessing(conversation))["content"] == "1 guesses left"
+    assert asyncio.run(guessing(conversation)) == 1.0 and conversation.counts == {"guesses": 2}
+    assert function_ref(module.hint).qualname == "hint"
 
 
 def test_mixture(files: Path):

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from fsdprl import preference as preference
     from fsdprl import rewards as rewards
     from fsdprl import schedules as schedules
+    from fsdprl import tools as tools
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
     from fsdprl.clipping import clips as clips
+    from fsdprl.conversation import Conversation as Conversation
     from fsdprl.correcting import correct as correct
     from fsdprl.correcting import mismatch as mismatch
     from fsdprl.data.chat import PromptFormat as PromptFormat
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from fsdprl.options import RewardOptions as RewardOptions
     from fsdprl.options import RunOptions as RunOptions
     from fsdprl.options import ShardingOptions as ShardingOptions
+    from fsdprl.options import TurnOptions as TurnOptions
     from fsdprl.pair_loss import PairLoss as PairLoss
     from fsdprl.plan import Plan as Plan
     from fsdprl.policy import Critic as Critic
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
 NAMES: dict[str, str] = {
     "Batch": "batch",
     "clips": "clipping",
+    "Conversation": "conversation",
     "correct": "correcting",
     "mismatch": "correcting",
     "CorrectionOptions": "options",
@@ -87,6 +91,7 @@ NAMES: dict[str, str] = {
     "RewardOptions": "options",
     "RunOptions": "options",
     "ShardingOptions": "options",
+    "TurnOptions": "options",
     "PairLoss": "pair_loss",
     "Plan": "plan",
     "PrecomputedReference": "precomputed",
@@ -119,6 +124,7 @@ MODULES = (
     "preference",
     "rewards",
     "schedules",
+    "tools",
     "weights",
 )
 

@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts, in a recipe's loop or by scripts/evaluate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fsdprl.data.mixture import SOURCES
 from fsdprl.data.prompt import Prompt
 from fsdprl.errors import UserError
 from fsdprl.estimates import mean_ci95, pass_at_k
+from fsdprl.options import TurnOptions
 
 if TYPE_CHECKING:
     from fsdprl.prompts import Prompts
@@ -67,16 +68,18 @@ class Evaluator:
         every: int,
         prompts: int,
         samples: int,
+        **conversing: Any,
     ) -> None:
-        """every: steps between evaluations, 0 for none; prompts: most of one; samples: see `evaluate`."""
+        """every: steps between evaluations, 0 for none; prompts: most of one; samples, env, turns: see `evaluate`."""
         self.run, self.sampler, self.rewards, self.held_out = run, sampler, rewards, held_out
-        self.every, self.prompts, self.samples = every, prompts, samples
+        self.every, self.prompts = every, prompts
+        self.how = {"samples": samples, **conversing}
 
     def __call__(self, step: int) -> None:
         """If this step is one of them."""
         if self.every and step % self.every == 0:
             prompts = self.held_out.first(self.prompts)
-            evaluate(self.run, self.sampler, self.rewards, prompts, samples=self.samples)
+            evaluate(self.run, self.sampler, self.rewards, prompts, **self.how)
 
     def last(self) -> None:
         """After the loop, of the weights that it ended with."""
@@ -92,12 +95,15 @@ def evaluate(
     prompts: Sequence[Prompt],
     *,
     samples: int = 1,
+    env: Callable[..., Any] | None = None,
+    turns: TurnOptions | None = None,
 ) -> Evaluation:
     """Answer held-out prompts, log estimates under `eval/`, and show three answers.
 
-    samples: answers to each prompt at the sampler's temperature; 0 for one greedy answer. See `estimated`.
+    samples: answers to each prompt at the sampler's temperature; 0 for one greedy answer. env, turns: hold
+    conversations with this environment (see `Sampler.rollout`). See `estimated`.
     """
-    made = estimated(sampler, rewards, prompts, samples=samples)
+    made = estimated(sampler, rewards, prompts, samples=samples, env=env, turns=turns)
     run.log(made.metrics)
     assert made.answers is not None
     run.show(made.answers.peek(3))
@@ -111,6 +117,8 @@ def estimated(
     *,
     samples: int = 1,
     ks: Sequence[int] = (),
+    env: Callable[..., Any] | None = None,
+    turns: TurnOptions | None = None,
 ) -> Evaluation:
     """Answer prompts and estimate, each with a confidence interval over prompts:
 
@@ -125,7 +133,10 @@ def estimated(
     if max(ks) > n:
         raise UserError(f"pass@{max(ks)} needs at least {max(ks)} answers to a prompt, not {n}")
     how = {"temperature": 0.0} if greedy else {}
-    answers = sampler.generate(prompts, n=n, phase="eval", **how)
+    if env is None:
+        answers = sampler.generate(prompts, n=n, phase="eval", **how)
+    else:
+        answers = sampler.rollout(env, prompts, n=n, turns=turns, phase="eval", **how)
     answers["reward"] = rewards(answers)
     first = next(iter(rewards.weights))
     counts = ~answers["masked"]
@@ -142,6 +153,8 @@ def estimated(
         prefix = "eval" if source == "all" else f"eval/{source}"
         for name, (mean, half) in estimates.items():
             metrics |= {f"{prefix}/{name}": mean, f"{prefix}/{name}/ci95": half}
+    if env is not None:
+        metrics["eval/turns"] = float(answers["turns"].double().mean())
     metrics |= {
         "eval/response_length": float(answers["length"].double().mean()),
         "eval/truncated": float(answers["truncated"].double().mean()),

@@ -15,12 +15,12 @@ from fsdprl.controller import current
 from fsdprl.data import order
 from fsdprl.data.chat import text_or_file
 from fsdprl.data.example_rows import ExampleFormat
+from fsdprl.data.feed import owners
 from fsdprl.data.preference_rows import PreferenceFormat
 from fsdprl.data.row_tokens import TokenRow
 from fsdprl.data.rows import fingerprint
 from fsdprl.data.sources import open_source
 from fsdprl.errors import UserError
-from fsdprl.packing import balance
 
 _log = logging.getLogger(__name__)
 
@@ -38,21 +38,32 @@ class Examples:
     """
 
     def __init__(
-        self, form: ExampleFormat | PreferenceFormat, *, seed: int = 0, flag: str = "--data"
+        self,
+        form: ExampleFormat | PreferenceFormat,
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        flag: str = "--data",
     ) -> None:
-        """Raises UserError with file:line, field and value for the first row that is no example."""
+        """workers: processes of each rank that make the rows of the steps to come (0: made when they are needed).
+
+        Raises UserError with file:line, field and value for the first row that is no example.
+        """
+        if workers < 0:
+            raise UserError(f"--data-workers {workers} must be at least 0")
         self.form = dataclasses.replace(
             form,
             system=text_or_file(form.system, "--system") if form.system else "",
             fingerprint=fingerprint(form.path),
         )
-        self.seed, self._flag = seed, flag
+        self.seed, self.workers, self._flag = seed, workers, flag
         self.source = open_source(self.form, flag=flag)
         for index in range(len(self.source)):
             self.source.check(index)
         self._kept = np.arange(len(self.source), dtype=np.int64)
         self.counts = {"rows": len(self.source), "too_long": 0, "nothing_to_learn": 0}
         self.tokens: npt.NDArray[np.int32] | None = None
+        self._course = ""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -149,7 +160,7 @@ class Examples:
 
     def batch(self, step: int, count: int) -> Batch:
         """The rows of a step, resident and spread evenly over the ranks by tokens."""
-        batch = self.load(self.at(step, count))
+        batch = self.load(self.at(step, count), fed=self.feed(self._kept, step, count))
         current().timeline.count("tokens", float(batch["tokens"].sum()))
         return batch
 
@@ -159,18 +170,18 @@ class Examples:
         *,
         units: Sequence[int] | None = None,
         answers: npt.NDArray[np.int64] | None = None,
+        fed: dict[str, Any] | None = None,
     ) -> Batch:
         """These rows of the file as a batch, in this order. Each rank tokenises its own.
 
         units: rows with the same number go to one rank. answers: rows whose completions stand behind
-        these rows' prompts (PreferenceRows).
+        these rows' prompts (PreferenceRows). fed: from `feed`, if these are the rows of a step.
         """
         controller = current()
         Lease.flush()
         assert self.tokens is not None, "measure() first"
-        lengths = self.tokens[indices].tolist()
         units = range(len(indices)) if units is None else units
-        lease = Lease(torch.tensor(balance(lengths, units, controller.world_size)))
+        lease = Lease(torch.tensor(owners(indices, self.tokens, units, controller.world_size)))
         positions = [
             (lease.ranks == rank).nonzero().flatten() for rank in range(controller.world_size)
         ]
@@ -179,6 +190,8 @@ class Examples:
             {"name": self.name, "indices": rows[where], "row_ids": lease.row_ids[where]}
             for where in positions
         ]
+        for payload in payloads if fed else []:
+            payload["fed"] = fed
         if answers is not None:
             for payload, where in zip(payloads, positions, strict=True):
                 payload["answers"] = torch.from_numpy(answers)[where]
@@ -189,6 +202,35 @@ class Examples:
             for where, reply in zip(positions, replies, strict=True):
                 columns[name][where] = reply[name]
         return Batch.of(lease, columns)
+
+    def feed(
+        self, kept: npt.NDArray[np.int64], step: int, count: int, *, per: int = 1
+    ) -> dict[str, Any] | None:
+        """Have the ranks' data processes follow a course (once), and say where in it a step stands.
+
+        kept, per: the units of a step and how many rows each has (`data.feed.Course`). None without processes.
+        """
+        if not self.workers:
+            return None
+        assert self.tokens is not None, "measure() first"
+        course = f"{self.name} {count} {per}"
+        if course != self._course:
+            payload = {
+                "name": self.name,
+                "course": course,
+                "form": dataclasses.asdict(self.form),
+                "flag": self._flag,
+                "kept": torch.from_numpy(np.asarray(kept)),
+                "tokens": torch.from_numpy(np.asarray(self.tokens)),
+                "seed": self.seed,
+                "count": count,
+                "per": per,
+                "workers": self.workers,
+                "step": step,
+            }
+            current().call("examples.feed", payload, phase="load").wait()
+            self._course = course
+        return {"course": course, "step": step}
 
     def preview(self, index: int) -> TokenRow:
         """One row's tokens, made here, for people to read."""

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fsdprl.data.feed import Course, Feed
 from fsdprl.data.sources import format_of, open_source
 from fsdprl.store import Row
 from fsdprl.worker import Worker
@@ -23,19 +25,60 @@ def measure(worker: Worker, *, name: str, indices: Tensor) -> dict[str, Tensor]:
     return {"tokens": torch.from_numpy(tokens), "loss_tokens": torch.from_numpy(loss_tokens)}
 
 
+def feed(
+    worker: Worker,
+    *,
+    name: str,
+    course: str,
+    form: dict,
+    flag: str,
+    kept: Tensor,
+    tokens: Tensor,
+    seed: int,
+    count: int,
+    per: int,
+    workers: int,
+    step: int,
+) -> None:
+    """Start processes that make this rank's rows of every step from this one on. See `data.feed.Course`."""
+    rows = Course(np.asarray(kept), np.asarray(tokens), seed, count, per)
+    made = Feed(
+        form,
+        rows,
+        rank=worker.world.rank,
+        ranks=worker.world.size,
+        workers=workers,
+        flag=flag,
+        step=step,
+    )
+    worker.state.setdefault("feeds", {})[course] = made
+
+
 def load(
-    worker: Worker, *, name: str, indices: Tensor, row_ids: Tensor, answers: Tensor | None = None
+    worker: Worker,
+    *,
+    name: str,
+    indices: Tensor,
+    row_ids: Tensor,
+    answers: Tensor | None = None,
+    fed: dict | None = None,
 ) -> dict[str, Tensor]:
     """Tokenise these rows of the file and keep them under these row ids. Returns their lengths, int64.
 
-    answers: rows whose completions stand behind these rows' prompts, if not their own.
+    answers: rows whose completions stand behind these rows' prompts, if not their own. fed: the course and the step
+    whose rows they are, where data processes have made them. Raises ValueError if those made other rows.
     """
     examples = worker.state["examples"][name]
     others = [] if answers is None else [answers.tolist()]
+    if fed:
+        made = worker.state["feeds"][fed["course"]].take(fed["step"])
+        if [number for number, _ in made] != indices.tolist():
+            raise ValueError(f"data processes made other rows than step {fed['step']} takes")
+        rows = [row for _, row in made]
+    else:
+        rows = examples.rows(indices.tolist(), *others)
     lengths = []
-    for row_id, example in zip(
-        row_ids.tolist(), examples.rows(indices.tolist(), *others), strict=True
-    ):
+    for row_id, example in zip(row_ids.tolist(), rows, strict=True):
         ids, mask = torch.from_numpy(example.ids), torch.from_numpy(example.mask)
         first = int(mask.int().argmax()) if bool(mask.any()) else len(ids)
         info = {
@@ -54,4 +97,5 @@ VERBS: dict[str, Callable[..., Any]] = {
     "examples.open": open_file,
     "examples.measure": measure,
     "examples.load": load,
+    "examples.feed": feed,
 }

@@ -1,7 +1,7 @@
 """How a batch is graded: what is sent to the ranks, and what their scores and failures mean."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +24,22 @@ class Grades:
     """float64 [N], NaN where the reward does not apply (it returned None) and where it failed."""
     failed: Tensor
     """bool [N]: its process hung or died, or it raised UnscoredError."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means of what it logged by TRL's log_metric."""
 
 
 def grade(
-    batch: "Batch", fn: Callable[..., Any], options: RewardOptions | None = None, *, name: str = ""
+    batch: "Batch",
+    fn: Callable[..., Any],
+    options: RewardOptions | None = None,
+    *,
+    name: str = "",
+    turn: int = -1,
 ) -> Grades:
     """Run a reward function over every row, in killable processes beside the text.
 
-    name: rows whose dataset lists the rewards that count for it are graded only if it is among them. Failures are
+    name: rows whose dataset lists the rewards that count for it are graded only if it is among them. turn: which of
+    the model's turns in a conversation is the response. Failures are
     counted in `reward/failed`. Raises UserError where more than options.max_failed_share of the rows fail (one is
     always allowed, unless the share is 0), and for a reward over groups whose answers are on several ranks.
     """
@@ -46,6 +54,7 @@ def grade(
             "options": asdict(options),
             "name": name,
             "step": controller.step,
+            "turn": turn,
         }
         for where in positions
     ]
@@ -74,7 +83,12 @@ def grade(
         )
     down = torch.zeros(len(batch), dtype=torch.bool)
     down[[place for place, _ in failed]] = True
-    return Grades(batch.gather(positions, [reply["scores"] for reply in replies]), down)
+    logged: dict[str, list[float]] = {}
+    for reply in replies:
+        for key, value in reply["metrics"]:
+            logged.setdefault(key, []).append(value)
+    metrics = {key: sum(values) / len(values) for key, values in logged.items()}
+    return Grades(batch.gather(positions, [reply["scores"] for reply in replies]), down, metrics)
 
 
 def _rewards_groups(fn: Callable[..., Any]) -> bool:

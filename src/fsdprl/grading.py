@@ -10,7 +10,8 @@ import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,9 @@ CHUNK = 64
 """Most samples sent to a process at once."""
 PAUSE_S = 0.001
 """Rest after hearing from processes: quick rewards then come in by the dozen, not one by one."""
+
+LOGGED = ("metric", "extra")
+"""Outcomes that come beside a sample's own."""
 
 _outcome = msgspec.msgpack.Decoder(Outcome)
 
@@ -47,6 +51,10 @@ class Graded:
 
     scores: list[float | None]
     failures: list[Failure]
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    """What the function logged by TRL's log_metric, call by call."""
+    extras: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By ordinal of the sample, what it logged by log_extra."""
 
 
 class Grader:
@@ -183,7 +191,8 @@ class Grader:
             else:
                 index = child.chunk[outcome.index]
                 batch.settle(index, outcome)
-                child.work.remove(index)
+                if outcome.kind not in LOGGED:
+                    child.work.remove(index)
         # Async functions end their own awaits at timeout_s: this process's deadline comes after.
         grace = 0.0 if child.ordered else 1.0
         child.deadline = time.monotonic() + self.options.timeout_s + grace
@@ -251,6 +260,8 @@ class _Batch:
         self._options = options
         self._scores: list[float | None] = [None] * len(samples)
         self._failures: list[Failure] = []
+        self._metrics: list[tuple[str, float]] = []
+        self._extras: dict[int, dict[str, Any]] = {}
         # The samples of a group, where the reward is one over groups, are side by side.
         self._waiting = deque(sorted(range(len(samples)), key=lambda i: samples[i].group))
         sizes = Counter(sample.group for sample in samples if sample.group >= 0)
@@ -286,6 +297,11 @@ class _Batch:
         if outcome.kind == "score":
             self._false_starts = 0
             self._scores[index] = outcome.score
+        elif outcome.kind == "metric":
+            self._metrics.append((outcome.text, outcome.score or 0.0))
+        elif outcome.kind == "extra":
+            name, value = msgspec.json.decode(outcome.text)
+            self._extras.setdefault(index, {})[name] = value
         elif outcome.kind == "timeout":
             self.fail(index, f"no answer within {self._options.timeout_s:g} s")
         elif outcome.kind == "unscored":
@@ -337,7 +353,8 @@ class _Batch:
             self.return_work(indices)
 
     def result(self) -> Graded:
-        return Graded(self._scores, sorted(self._failures, key=lambda failure: failure.index))
+        failures = sorted(self._failures, key=lambda failure: failure.index)
+        return Graded(self._scores, failures, self._metrics, self._extras)
 
     def _shown(self, index: int) -> str:
         sample = self.samples[index]

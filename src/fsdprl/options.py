@@ -90,6 +90,24 @@ class CorrectionOptions:
 
 
 @dataclass(frozen=True)
+class TurnOptions:
+    """Conversations of several turns with an environment."""
+
+    max_turns: int = 4
+    """Most turns of the model in a conversation."""
+    max_turn_tokens: int = 0
+    """Most tokens of one turn (0: as many as --max-new-tokens leaves, which bounds all behind the prompt)."""
+    timeout_s: float = 60.0
+    """Seconds that the environment may take to answer one turn."""
+    concurrency: int = 64
+    """Most calls of a plain environment at a time on each rank; async ones have no bound."""
+    max_failed_share: float = 0.05
+    """Share of a batch's conversations that may lose their environment before the run stops."""
+    history: Literal["refuse", "keep"] = "refuse"
+    """Where the chat template takes the thinking out of earlier turns: refuse it, or keep what was sampled."""
+
+
+@dataclass(frozen=True)
 class RewardOptions:
     """The reward processes of each rank."""
 

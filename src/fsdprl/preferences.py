@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +26,20 @@ class Preferences:
     """
 
     def __init__(
-        self, form: PreferenceFormat, *, paired: bool, seed: int = 0, flag: str = "--data"
+        self,
+        form: PreferenceFormat,
+        *,
+        paired: bool,
+        seed: int = 0,
+        workers: int = 0,
+        flag: str = "--data",
     ) -> None:
-        """paired: whether pairs stay together; single completions can come from a file of pairs, too.
+        """paired: whether pairs stay together; single completions can come from a file of pairs, too. workers: of
+        `Examples`.
 
         Raises UserError with file:line, field and value for the first row that is none.
         """
-        self.examples = Examples(form, seed=seed, flag=flag)
+        self.examples = Examples(form, seed=seed, workers=workers, flag=flag)
         assert isinstance(self.examples.source, PreferenceRows)
         self.source = self.examples.source
         if paired and not self.source.paired:
@@ -80,19 +88,21 @@ class Preferences:
 
     def batch(self, step: int, count: int) -> Batch:
         """The rows of a step, resident and spread evenly over the ranks by tokens, pairs together."""
-        batch = self.load(self.at(step, count))
+        fed = self.examples.feed(self._kept, step, count, per=2 if self.paired else 1)
+        batch = self.load(self.at(step, count), fed)
         current().timeline.count("tokens", float(batch["tokens"].sum()))
         return batch
 
-    def load(self, wanted: npt.NDArray[np.int64]) -> Batch:
-        """These pairs (or completions) as a batch, in this order."""
+    def load(self, wanted: npt.NDArray[np.int64], fed: dict[str, Any] | None = None) -> Batch:
+        """These pairs (or completions) as a batch, in this order. fed: see `Examples.load`."""
         if not self.paired:
-            batch = self.examples.load(wanted)
+            batch = self.examples.load(wanted, fed=fed)
             batch["completion"] = batch["example"] + self.offset
             batch["desirable"] = torch.tensor([self.source.better(i) for i in wanted.tolist()])
             return batch
         rows = np.stack((2 * wanted, 2 * wanted + 1), axis=1).reshape(-1)
-        batch = self.examples.load(rows, units=(np.arange(len(rows)) // 2).tolist())
+        units = (np.arange(len(rows)) // 2).tolist()
+        batch = self.examples.load(rows, units=units, fed=fed)
         batch["completion"] = batch["example"] + self.offset
         batch["unit"] = batch.row_ids[::2].repeat_interleave(2)
         batch["chosen"] = torch.arange(len(rows)) % 2 == 0
@@ -106,10 +116,16 @@ class Preferences:
 
 
 def preference_sets(
-    form: PreferenceFormat, eval_data: str, eval_share: float, *, paired: bool, seed: int
+    form: PreferenceFormat,
+    eval_data: str,
+    eval_share: float,
+    *,
+    paired: bool,
+    seed: int,
+    workers: int = 0,
 ) -> tuple[Preferences, Preferences]:
     """(to train on, held out): from eval_data if there is one, else a share. Measured on the ranks."""
-    train = Preferences(form, paired=paired, seed=seed).measure()
+    train = Preferences(form, paired=paired, seed=seed, workers=workers).measure()
     if eval_data:
         form = dataclasses.replace(form, path=eval_data)
         held_out = Preferences(form, paired=paired, flag="--eval-data").measure()

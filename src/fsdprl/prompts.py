@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from fsdprl.data.mixture import REWARDS, read_as
 from fsdprl.data.prompt import Prompt
 from fsdprl.data.rows import field, open_rows
 from fsdprl.errors import UserError
+from fsdprl.tools import schemas
 
 MOST_DROPPED = 0.01
 """Share of prompts that may be too long before that must be asked for."""
@@ -44,6 +45,7 @@ class Prompts:
         prompt_format: PromptFormat = "auto",
         max_prompt_length: int = 1024,
         long_prompts: LongPrompts = "error",
+        tools: Sequence[str] = (),
         seed: int = 0,
         flag: str = "--data",
     ) -> None:
@@ -59,7 +61,8 @@ class Prompts:
 
         Prompts of more than max_prompt_length tokens are dropped, counted and warned of once; above 1 % of them that
         is an error. long_prompts: `drop` allows more, `truncate` keeps their first tokens instead, `truncate_left`
-        the last ones, which cuts into the template's beginning. flag: how errors name the dataset.
+        the last ones, which cuts into the template's beginning. tools: those that the chat template shall tell the
+        model of, by name (see `tools.named_tool`). flag: how errors name the dataset.
 
         Raises UserError with file:line, field and value for the first row that cannot be used.
         """
@@ -69,7 +72,12 @@ class Prompts:
             self.tokenizer,
             prompt_format=prompt_format,
             system=text_or_file(system, "--system") if system else "",
+            tools=schemas(tools),
         )
+        if tools and not self._conversations.tells_of_tools():
+            _log.warning(
+                "--tools: the chat template says nothing of tools: describe them with --system"
+            )
         self._prompt_key, self._answer_key = prompt_key, answer_key
         rows = open_rows(path, flag=flag)
         by_columns = prompt_key == "prompt" and answer_key in ("", "answer")
@@ -181,6 +189,7 @@ class Prompts:
             },
             index=index,
             rewards=row.get(REWARDS),
+            tools=self._conversations.tools,
         )
 
 
@@ -213,11 +222,12 @@ ASKED = (
 def prompt_sets(cfg: Any) -> tuple[Prompts, Prompts]:
     """(prompts to train on, held-out prompts): from cfg.eval_data if there is one, else a share of cfg.data.
 
-    cfg: a recipe's Config, with data, eval_data, eval_share, model (its tokenizer) and those of ASKED. Raises
-    UserError as Prompts does. With --dry-run the first two prompts of the first step are shown as the model would
-    read them.
+    cfg: a recipe's Config, with data, eval_data, eval_share, model (its tokenizer), those of ASKED and, if it has any,
+    tools. Raises UserError as Prompts does. With --dry-run the first two prompts of the first step are shown as the
+    model would read them.
     """
     options = {name: getattr(cfg, name) for name in ASKED} | {"tokenizer_path": cfg.model}
+    options["tools"] = getattr(cfg, "tools", ())
     train = Prompts(cfg.data, **options)
     if cfg.eval_data:
         held_out = Prompts(cfg.eval_data, flag="--eval-data", **options)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fsdprl.errors import UnscoredError
-from fsdprl.reward_forms import batch_arguments, form_of, is_async, made, sample_arguments
+from fsdprl.reward_forms import Log, batch_arguments, form_of, is_async, made, sample_arguments
 from fsdprl.sample import Sample
 
 Emit = Callable[["Outcome"], None]
@@ -27,7 +27,8 @@ class Outcome(msgspec.Struct, array_like=True):
 
     index: int
     kind: str
-    """score | raised | invalid | timeout | unscored; of a chunk: ready | unusable | miscounted | undecided."""
+    """score | raised | invalid | timeout | unscored; of a chunk: ready | unusable | miscounted | undecided.
+    Beside them what a reward logs: extra (text: a JSON name and value), of a chunk metric (text: its name)."""
     score: float | None = None
     text: str = ""
 
@@ -97,7 +98,8 @@ def _grade_list(
     first = indices[0]
     try:
         grouped = form_of(fn) == "group"
-        values = made(fn)(some) if grouped else made(fn)(**batch_arguments(fn, some))
+        log = Log(len(some))
+        values = made(fn)(some) if grouped else made(fn)(**batch_arguments(fn, some, log))
         if inspect.isawaitable(values):
             values = _event_loop().run_until_complete(_bounded(values, timeout_s))
         if isinstance(values, str) or not hasattr(values, "__len__"):
@@ -120,6 +122,12 @@ def _grade_list(
     if len(values) != len(some):
         emit(Outcome(first, "miscounted", text=f"{len(values)} rewards"))
         return
+    for name, number in log.metrics:
+        emit(Outcome(first, "metric", number, name))
+    for name, column in log.extras.items():
+        for index, value in zip(indices, column, strict=True):
+            text = msgspec.json.encode([name, value], enc_hook=str).decode()
+            emit(Outcome(index, "extra", text=text))
     for index, value in zip(indices, values, strict=True):
         emit(scored(index, value))
 

@@ -14,6 +14,7 @@ Each may be `async`. A class is made once a process, without arguments or with t
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -74,9 +75,32 @@ def made(fn: Callable[..., Any]) -> Callable[..., Any]:
 _objects: dict[Any, Any] = {}
 
 
-def batch_arguments(fn: Callable[..., Any], samples: Sequence[Sample]) -> dict[str, Any]:
+@dataclass
+class Log:
+    """What TRL's rewards log beside their scores."""
+
+    size: int
+    """Completions of the call."""
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+
+    def metric(self, name: str, value: float) -> None:
+        """TRL's log_metric: a number that is averaged over calls and logged with the step."""
+        self.metrics.append((str(name), float(value)))
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """TRL's log_extra: a column of the completions file, one value a completion."""
+        if isinstance(values, str) or len(values) != self.size:
+            raise ValueError(f"log_extra({column!r}) needs {self.size} values, one a completion")
+        self.extras[str(column)] = list(values)
+
+
+def batch_arguments(
+    fn: Callable[..., Any], samples: Sequence[Sample], log: Log | None = None
+) -> dict[str, Any]:
     """TRL's and ms-swift's keyword arguments: prompts, completions and every dataset column, as lists.
 
+    log: takes what the function logs.
     Message prompts give message completions, as in TRL; classes always get texts, as in ms-swift.
     A function without ** gets only what it names. Raises UserError naming a column that is missing.
     """
@@ -90,7 +114,8 @@ def batch_arguments(fn: Callable[..., Any], samples: Sequence[Sample]) -> dict[s
     columns["completions"] = [_completion(sample, texts) for sample in samples]
     columns["completion_ids"] = columns["response_token_ids"] = [s.ids for s in samples]
     columns["trainer_state"] = SimpleNamespace(global_step=samples[0].step if samples else 0)
-    columns["log_extra"] = columns["log_metric"] = _not_collected
+    log = log or Log(len(samples))
+    columns["log_extra"], columns["log_metric"] = log.extra, log.metric
     wanted = parameters(fn)
     missing = [n for n, p in wanted.items() if _required(p) and n not in columns]
     if missing:
@@ -138,10 +163,6 @@ def _no_column(name: str, columns: Any) -> str:
         f"it asks for a dataset column {name!r}; the rows have {', '.join(columns) or 'none'} "
         f"(bind settings: --rewards 'name({name}=...)' or functools.partial)"
     )
-
-
-def _not_collected(*_: Any, **__: Any) -> None:
-    """TRL lets a reward log: here metrics come from rewards' values and the recipe."""
 
 
 def _bare(fn: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:

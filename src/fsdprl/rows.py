@@ -101,10 +101,12 @@ def samples_of(
     tokens: bool = False,
     step: int = 0,
     groups: Sequence[int] | None = None,
+    turn: int = -1,
 ) -> list[Sample]:
     """The rows as reward functions see them. Text is decoded from the engine's own token ids.
 
-    tokens: whether the responses' token ids come along. groups: of each row, for rewards over groups.
+    tokens: whether the responses' token ids come along. groups: of each row, for rewards over groups. turn: of a
+    conversation, the turn of the model's that is the response.
     """
     tokenizer = worker.state["tokenizer"]
     rows = worker.store.select(row_ids)
@@ -112,6 +114,9 @@ def samples_of(
         return []  # some tokenizers decode no rows to one empty text
     ids = [row.ids[row.info["prompt_length"] :].tolist() for row in rows]
     responses = _texts(tokenizer, rows, ids)
+    for index, row in enumerate(rows):
+        if turns := row.info.get("turns"):
+            responses[index] = [t["content"] for t in turns if t["role"] == "assistant"][turn]
     numbers = groups if groups is not None else [-1] * len(rows)
     return [
         Sample(
@@ -155,11 +160,13 @@ def grade(
     step: int = 0,
     groups: Tensor | None = None,
     allowed: int | None = None,
+    turn: int = -1,
 ) -> dict[str, Any]:
     """Run a reward function over rows. Scores: float64 [R], NaN for None and for failed processes.
 
     name: the reward's, for rows that say which rewards count. groups: of a reward over whole groups, int64 [R].
     allowed: how many of all ranks' rows may fail; this rank alone stops at more.
+    turn: of conversations, the one that is graded.
     """
     from fsdprl.grading import Grader  # heavy only when rewards are used
 
@@ -169,7 +176,7 @@ def grade(
             worker.grader.close()
         worker.grader, worker.state["reward_options"] = Grader(wanted, debug=worker.debug), wanted
     numbers = None if groups is None else groups.tolist()
-    samples = samples_of(worker, rows.tolist(), tokens=True, step=step, groups=numbers)
+    samples = samples_of(worker, rows.tolist(), tokens=True, step=step, groups=numbers, turn=turn)
     counts = [worker.store.rows[sample.row].info.get("rewards") for sample in samples]
     wanted_here = [i for i, listed in enumerate(counts) if not (name and listed) or name in listed]
     some = [samples[index] for index in wanted_here]
@@ -178,7 +185,10 @@ def grade(
     for index, score in zip(wanted_here, graded.scores, strict=True):
         scores[index] = float("nan") if score is None else score
     failed = [(wanted_here[failure.index], failure.cause) for failure in graded.failures]
-    return {"scores": scores, "failed": failed}
+    for index, extra in graded.extras.items():
+        info = worker.store.rows[some[index].row].info
+        info["extra"] = info.get("extra", {}) | extra
+    return {"scores": scores, "failed": failed, "metrics": graded.metrics}
 
 
 def peek(worker: Worker, *, rows: Tensor) -> list[dict[str, Any]]:
@@ -207,6 +217,7 @@ def write_completions(
         }
         if sample.turns:
             line["turns"] = sample.turns
+        line |= worker.store.rows[sample.row].info.get("extra", {})
         line |= {name: values[i] for name, values in columns.items()}
         # a reward that does not apply is NaN, which becomes null
         lines.append(msgspec.json.encode(line, enc_hook=str).decode() + "\n")

@@ -11,11 +11,11 @@ class Sample:
     prompt: str
     """The prompt as rendered for the model."""
     response: str
-    """The answer's text, special tokens removed."""
+    """The answer's text, special tokens removed; of a conversation, the model's last turn."""
     answer: Any = None
     """The dataset's answer column (--answer-key), None if there is none."""
     length: int = 0
-    """Response tokens as the engine counted them, the end token included."""
+    """Tokens behind the prompt as the engine counted them: end tokens and, of a conversation, all turns included."""
     truncated: bool = False
     """Whether the engine stopped at the token limit."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -33,4 +33,4 @@ class Sample:
     step: int = 0
     """The training step."""
     turns: list[dict[str, Any]] | None = None
-    """What was said after the prompt, tools and users included, if there were several turns."""
+    """What was said after the prompt, tools and users included, of a conversation with an environment."""

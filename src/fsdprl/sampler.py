@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,19 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdprl.batch import Batch, Lease
+from fsdprl.batch import Batch, Lease, asdict_ref
 from fsdprl.controller import current
 from fsdprl.data.prompt import Prompt
 from fsdprl.device import device_type
 from fsdprl.dryrun import engine_estimate
 from fsdprl.engine_choice import choose_engine
-from fsdprl.options import EngineOptions
+from fsdprl.errors import UserError
+from fsdprl.functions import function_ref
+from fsdprl.options import EngineOptions, TurnOptions
 from fsdprl.packing import attention_cost
 from fsdprl.policy import Policy
 
 ROLLOUT_PHASES = ("rollout", "eval")
 COUNTED = ("prompt_tokens", "cached_prompt_tokens", "preemptions")
 """Of `Engine.stats`: what a step sums up."""
+TURN_COLUMNS = (
+    "length", "loss_tokens", "truncated", "turns", "out_of_turns", "rewritten", "env_failed", "env_reward",
+)  # fmt: skip
+"""What the ranks tell of each conversation."""
 
 
 def sample_seed(seed: int, step: int, call: int, prompt: int, sample: int) -> int:
@@ -116,10 +122,75 @@ class Sampler:
         phase: "rollout" or "eval", for timings and seeds. sampling: overrides of this sampler's settings, such as
         temperature=0.0. A prompt's answers live on one rank; prompts are spread evenly in order.
         """
-        controller = current()
-        Lease.flush()
         settings = self.sampling | sampling
-        world, count = controller.world_size, len(prompts)
+        lease, lengths, payload = self._placed(prompts, n, phase, settings)
+        replies = self._asked("engine.generate", payload, phase)
+        length = torch.cat([reply["length"] for reply in replies])
+        columns = {
+            "length": length,
+            "loss_tokens": length.clone(),
+            "truncated": torch.cat([reply["truncated"] for reply in replies]),
+        }
+        return self._batch(lease, prompts, lengths, n, settings, phase, columns)
+
+    def rollout(
+        self,
+        env: Callable[..., Any],
+        prompts: Sequence[Prompt],
+        *,
+        n: int = 1,
+        turns: TurnOptions | None = None,
+        phase: str = "rollout",
+        **sampling: Any,
+    ) -> Batch:
+        """n conversations from each prompt. Rows as `generate` gives them; loss tokens are the model's alone.
+
+        env: a module-level function, plain or async, or a class, of which each conversation gets an object of its
+        own; settings are bound with `functools.partial`. After each turn of the model it is called on the rank with
+        the `Conversation` and returns messages (a dict or a list of them, role `tool`, `user` or `system`) to go on,
+        a number to end with this reward, or None to end. It may raise UnscoredError, which masks the conversation.
+        max_new_tokens bounds all that comes behind the prompt.
+
+        Columns beside those of `generate`: `turns`; `env_reward`, NaN where env gave none; `env_failed`, no answer
+        within turns.timeout_s; `out_of_turns`; `rewritten`, the template would have shown earlier turns otherwise;
+        `tool_calls`, `tool_errors` and whatever else env counts. The reward named `env` is `env_reward`.
+
+        Raises UserError for what env does wrong, for a chat template that cannot go on with what was said (see
+        `data.turns`), and where more than turns.max_failed_share of the conversations failed (one is always allowed,
+        unless the share is 0).
+        """
+        options, settings = turns or TurnOptions(), self.sampling | sampling
+        if options.max_turns < 1 or options.concurrency < 1 or options.timeout_s <= 0:
+            raise UserError(
+                f"--turns.max-turns {options.max_turns} and --turns.concurrency {options.concurrency} must be at "
+                f"least 1, --turns.timeout-s {options.timeout_s:g} above 0"
+            )
+        ref = function_ref(env)
+        lease, lengths, payload = self._placed(prompts, n, phase, settings)
+        tools = next((prompt.tools for prompt in prompts if prompt.tools), [])
+        for part in payload:
+            part |= {"env": asdict_ref(env), "turns": asdict(options), "tools": tools}
+        replies = self._asked("engine.rollout", payload, phase)
+        lost = [line for reply in replies for line in reply["lost"]]
+        if len(lost) > max(
+            int(options.max_failed_share * len(prompts) * n), options.max_failed_share > 0
+        ):
+            raise UserError(
+                f"environment {ref} failed in {len(lost)} of {len(prompts) * n} conversations, more than "
+                f"--turns.max-failed-share {options.max_failed_share:g}; the first was row {lost[0][0]}: {lost[0][1]}"
+            )
+        current().timeline.count("reward/env_failed", len(lost))
+        columns = {name: torch.cat([reply[name] for reply in replies]) for name in TURN_COLUMNS}
+        return self._batch(
+            lease, prompts, lengths, n, settings, phase, columns | counts_of(replies)
+        )
+
+    def _placed(
+        self, prompts: Sequence[Prompt], n: int, phase: str, settings: dict[str, Any]
+    ) -> tuple[Lease, Tensor, list[dict[str, Any]]]:
+        """Rows for n answers to each prompt, lengths of the prompts, and what each rank is to answer."""
+        Lease.flush()
+        world, count = current().world_size, len(prompts)
         bounds = [rank * count // world for rank in range(world + 1)]
         owner = torch.zeros(count, dtype=torch.int64)
         for rank in range(world):
@@ -147,36 +218,54 @@ class Sampler:
                     "version": self.version,
                 }
             )
+        return lease, lengths, payload
+
+    def _asked(self, verb: str, payload: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+        """The ranks' replies, their statistics counted."""
+        controller = current()
         controller.phases.generate(self._stream)
-        replies = controller.call("engine.generate", payload, phase=phase).wait()
-        length = torch.cat([reply["length"] for reply in replies])
-        prompt_length = lengths.repeat_interleave(n)
-        tokens = prompt_length + length
-        config = self.policy.config
-        hidden, layers = config.get("hidden_size", 1), config.get("num_hidden_layers", 1)
-        cost = [attention_cost(t, hidden, layers) for t in tokens.tolist()]
-        columns: dict[str, Tensor] = {
-            "length": length,
-            "prompt_length": prompt_length,
-            "tokens": tokens,
-            "loss_tokens": length.clone(),
-            "truncated": torch.cat([reply["truncated"] for reply in replies]),
-            "group": torch.arange(count).repeat_interleave(n),
-            "prompt": torch.tensor([p.index for p in prompts], dtype=torch.int64).repeat_interleave(
-                n
-            ),
-            "temperature": torch.full(
-                (count * n,), settings["temperature"] or 1.0, dtype=torch.float64
-            ),
-            "version": torch.full((count * n,), self.version),
-            "cost": torch.tensor(cost, dtype=torch.float64),
-        }
+        replies = controller.call(verb, payload, phase=phase).wait()
         if phase == "rollout":
-            controller.timeline.count("tokens", float(tokens.sum()))
             for name in COUNTED:
                 amount = sum(reply["stats"].get(name, 0.0) for reply in replies)
                 controller.timeline.count(f"rollout/{name}", amount)
-        return Batch.of(lease, columns, ["logp_sampler"])
+        return replies
+
+    def _batch(
+        self,
+        lease: Lease,
+        prompts: Sequence[Prompt],
+        lengths: Tensor,
+        n: int,
+        settings: dict[str, Any],
+        phase: str,
+        columns: dict[str, Tensor],
+    ) -> Batch:
+        """The rows as a batch: the ranks' columns, and those that follow from them and the prompts."""
+        count = len(prompts)
+        prompt_length = lengths.repeat_interleave(n)
+        tokens = prompt_length + columns["length"]
+        config = self.policy.config
+        hidden, layers = config.get("hidden_size", 1), config.get("num_hidden_layers", 1)
+        cost = [attention_cost(t, hidden, layers) for t in tokens.tolist()]
+        indices = torch.tensor([p.index for p in prompts], dtype=torch.int64)
+        temperature = settings["temperature"] or 1.0
+        if phase == "rollout":
+            current().timeline.count("tokens", float(tokens.sum()))
+        return Batch.of(
+            lease,
+            columns
+            | {
+                "prompt_length": prompt_length,
+                "tokens": tokens,
+                "group": torch.arange(count).repeat_interleave(n),
+                "prompt": indices.repeat_interleave(n),
+                "temperature": torch.full((count * n,), temperature, dtype=torch.float64),
+                "version": torch.full((count * n,), self.version),
+                "cost": torch.tensor(cost, dtype=torch.float64),
+            },
+            ["logp_sampler"],
+        )
 
     def seeds(self, prompts: Sequence[Prompt], n: int, phase: str) -> Tensor:
         """Seeds [P * n], a pure function of (run seed, step, call of this phase in the step, prompt, sample)."""
@@ -191,6 +280,24 @@ class Sampler:
 
 OFF = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,)}
 """Values of what changes the distribution that answers are drawn from, at which it does not."""
+
+
+def counts_of(replies: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Columns of what environments counted; ranks on which nobody counted a thing have 0 of it."""
+    names = {name for reply in replies for name in reply["counts"]} | {"tool_calls", "tool_errors"}
+    if taken := names & {*TURN_COLUMNS, "reward", "advantage", "weight", "unit", "group"}:
+        raise UserError(
+            f"an environment counts {sorted(taken)[0]!r}: there is such a column already"
+        )
+    return {
+        name: torch.cat(
+            [
+                reply["counts"].get(name, torch.zeros(len(reply["turns"]), dtype=torch.float64))
+                for reply in replies
+            ]
+        )
+        for name in sorted(names)
+    }
 
 
 def warn_of_filters(sampling: dict[str, Any]) -> None:

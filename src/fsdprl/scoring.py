@@ -18,6 +18,9 @@ from fsdprl.rewards.names import named, short_names
 MODEL = "reward_model"
 """The reward model's name among the rewards; the second one is reward_model_2."""
 
+ENV = "env"
+"""The name of what the environment of `sampler.rollout` gave."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,19 +36,21 @@ class Rewards:
         model: RewardModel | Sequence[RewardModel] | None = None,
     ) -> None:
         """names: what `rewards.names.named` reads: built-in rewards, `module:function` or `file.py:function` for
-        your own. model: reward models, counted last as `reward_model`, `reward_model_2` and so on. weights: one for
-        each of them; none is all 1.
+        your own; `env` is what the environment of `sampler.rollout` gave. model: reward models, counted last as
+        `reward_model`, `reward_model_2` and so on. weights: one for each of them; none is all 1.
 
         Raises UserError for an unknown name, a function that cannot travel, or a wrong number of weights.
         """
         models = [model] if isinstance(model, RewardModel) else list(model or [])
         self.columns = dict(zip(names, short_names(list(names)), strict=True))
-        self.functions = {self.columns[text]: named(text, flag="--rewards") for text in names}
+        self.functions = {
+            self.columns[text]: named(text, flag="--rewards") for text in names if text != ENV
+        }
         self.models = {MODEL if not i else f"{MODEL}_{i + 1}": m for i, m in enumerate(models)}
-        parts = [*self.functions, *self.models]
+        parts = [*self.columns.values(), *self.models]
         if not parts:
             raise UserError("--rewards: name at least one reward")
-        if len(self.functions) < len(names):
+        if len(self.columns) < len(names):
             raise UserError(f"--rewards names {', '.join(names)}: the same one twice")
         if weights and len(weights) != len(parts):
             raise UserError(
@@ -53,21 +58,28 @@ class Rewards:
             )
         self.weights = dict(zip(parts, weights or [1.0] * len(parts), strict=True))
         self.options = options or RewardOptions()
+        self.logged: dict[str, float] = {}
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, *, turn: int = -1) -> Tensor:
         """The weighted sum over the rewards that apply to each row, float64 [N], always finite.
+
+        turn: which of the model's turns in a conversation is judged: 0 is the first one, -1 the last.
 
         Each reward's own scores become the column `{name}_rewards` (NaN where it said None). A row that a reward
         failed on, or that none applies to, is `masked`: it gets the mean of its group's other rows (of the batch's,
         if there are none), so that its advantage over them is 0. Masked rows are counted in `reward/masked` and
         warned of; UserError where they are more than options.max_failed_share, and one is too many for it.
         """
+        self.logged = {}
         total = torch.zeros(len(batch), dtype=torch.float64)
         applies = torch.zeros(len(batch), dtype=torch.bool)
         failed = torch.zeros(len(batch), dtype=torch.bool)
+        if "env_failed" in batch:
+            failed |= batch["env_failed"]
         for name in self.weights:
-            graded = self.part(name, batch)
+            graded = self.part(name, batch, turn=turn)
             batch[f"{name}_rewards"] = graded.scores
+            self.logged |= graded.metrics
             total += self.weights[name] * graded.scores.nan_to_num(0.0)
             applies |= ~graded.scores.isnan()
             failed |= graded.failed
@@ -76,21 +88,27 @@ class Rewards:
         self._check(batch, failed, applies)
         return _filled(total, masked, batch.columns.get("group", batch.row_ids))
 
-    def part(self, name: str, batch: Batch) -> Grades:
+    def part(self, name: str, batch: Batch, *, turn: int = -1) -> Grades:
         """One reward's own verdicts on a batch."""
         if name in self.models:
             scores = self.models[name].score(batch)
             return Grades(scores, torch.zeros(len(batch), dtype=torch.bool))
-        return grade(batch, self.functions[name], self.options, name=name)
+        if name == ENV:
+            if "env_reward" not in batch:
+                raise UserError("--rewards env: these answers had no environment (sampler.rollout)")
+            return Grades(batch["env_reward"], batch["env_failed"])
+        return grade(batch, self.functions[name], self.options, name=name, turn=turn)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """`{name}_rewards/mean` over the rows that each reward applies to; what of the batch can teach nothing.
+        """`{name}_rewards/mean` over the rows that each reward applies to; what rewards logged themselves (TRL's
+        log_metric) when they last scored; what of the batch can teach nothing.
 
         reward_std: mean of the groups' deviations. frac_reward_zero_std: share of answers in groups without any,
         groups of one among them. empty: share of answers without a token.
         """
         means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in self.weights}
         found = {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
+        found |= self.logged
         if len(batch) and "reward" in batch and "group" in batch:
             std = group_std(batch["reward"], batch["group"])
             found |= {

@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdprl import (
     blending,
+    conversing,
     feeding,
     learn,
     moving,
@@ -32,6 +33,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     **writing.VERBS,
     **blending.VERBS,
     **rollout.VERBS,
+    **conversing.VERBS,
     **feeding.VERBS,
     **moving.VERBS,
     **profiling.VERBS,

@@ -114,6 +114,8 @@ def test_engine_in_one_process(kind):
     # sleep
     assert found["asleep"] and found["no_cache"] and found["dropped"]
     assert found["level_1_gap"] == 0.0 and found["level_2_gap"] == 0.0
+    # conversations of several turns, in float32 against the trainer
+    assert found["talk_gap"] < 5e-5 and found["talk_tokens"] > 800 and found["talks_same"] == 1.0
     # statistics
     assert found["ticks"] >= 12
     assert found["cache_hit_rate"] > 0.3
@@ -127,9 +129,10 @@ def test_engine_in_one_process(kind):
     ],
 )
 def test_two_ranks_share_an_engine(kind):
-    for found in measured(kind, tp=2, checks="pulls,seeds"):
+    for found in measured(kind, tp=2, checks="pulls,seeds,conversations"):
         assert_parity(found)
         assert found["rng_unchanged"] and found["order_gap"] < 1e-4
+        assert found["talk_gap"] < 5e-5 and found["talks_same"] == 1.0
 
 
 def test_releases_are_compared_as_numbers():

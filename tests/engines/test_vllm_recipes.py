@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdprl.comparing import run_differences
-from tests.recipes.processes import run, series, start, task, words
+from tests.recipes.processes import GRADE, ROOT, run, series, start, task, words
 from tests.run_job import without_times
 
 pytestmark = [
@@ -96,3 +96,35 @@ def test_a_killed_run_resumes_to_the_byte(files: dict[str, str], tmp_path: Path)
     assert [answers(out, step) for step in range(6)] == [
         answers(tmp_path / "whole", step) for step in range(6)
     ]
+
+
+@pytest.mark.slow
+def test_conversations(files: dict[str, str], tmp_path: Path):
+    """Two turns with a question between them: the trainer's log-probs of the model's own tokens are vLLM's."""
+    metrics = run(
+        "grpo_self_correct", files, tmp_path, ranks=2, timeout_s=600, steps=2, lr=1e-3,
+        max_new_tokens=60, **VLLM, **SPARE,
+    )  # fmt: skip
+    assert min(series(metrics, "turns/mean")) > 1.1
+    assert max(map(abs, series(metrics, "rollout/kl"))) < 1e-5
+    assert max(series(metrics, "rollout/max_abs_logp_diff")) < 5e-5
+    lines = (tmp_path / "completions" / "rank-00000.jsonl").read_text().splitlines()
+    roles = [[turn["role"] for turn in json.loads(line)["turns"]] for line in lines]
+    assert ["assistant", "user", "assistant"] in roles
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated(files: dict[str, str], tmp_path: Path):
+    flags = {
+        "model": files["model"], "data": f"{files['prompts']}#8", "samples": 2, "max-new-tokens": 8,
+        "max-prompt-length": 40, "rewards": f"{GRADE}digits", "out": tmp_path, **VLLM,
+    }  # fmt: skip
+    typed = [str(ROOT / "scripts" / "evaluate")]
+    for flag, value in flags.items():
+        typed += [f"--{flag}", str(value)]
+    end = start(typed).end(300.0)
+    assert end.code == 0, end.err[-3000:]
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["prompts"] == 8 and 0 < found["eval/mean@2"] < 0.6
+    assert (tmp_path / "table.md").read_text().startswith("| source")

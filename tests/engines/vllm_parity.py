@@ -7,11 +7,13 @@ Rank 0 writes {"name of a check": number or bool}; what has no business to fail 
 """
 
 import argparse
+import asyncio
 import copy
 import json
 import random
 import tempfile
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +24,12 @@ import torch.distributed as dist
 from tiny import checkpoint, tokenizer
 from transformers import AutoModelForCausalLM
 
+from fsdprl import conversing
 from fsdprl.engines import EngineError, Request, Sampling, build_engine
 from fsdprl.engines.decoding import filter_logits
 from fsdprl.engines.vllm_versions import import_vllm, keep, launcher_environment
 from fsdprl.options import EngineOptions
+from fsdprl.store import Row, Store
 from fsdprl.stream import Bucket, shard_checksums, weight_stream
 from fsdprl.world import World
 
@@ -349,6 +353,52 @@ def check_statistics(ranks: Ranks, engine: Any) -> dict[str, Any]:
     return {"ticks": len(ticks), "cache_hit_rate": stats["cache_hit_rate"]}
 
 
+def talks(conversation: Any) -> dict[str, str] | float:
+    """The environment of check_conversations."""
+    return float(conversation.turn) if conversation.over else {"role": "user", "content": "go on"}
+
+
+async def talks_slowly(conversation: Any) -> dict[str, str] | float:
+    await asyncio.sleep(0.02 * (conversation.seed % 5))
+    return talks(conversation)
+
+
+def conversed(ranks: Ranks, engine: Any, env: str) -> list[Row]:
+    """Conversations of up to 4 turns, from 6 prompts on each rank."""
+    words, infos, ids = tokenizer(), [], []
+    for i in range(6 + ranks.world.rank):
+        messages = [{"role": "user", "content": f"rank {ranks.world.rank} asks {i}" + "?" * i}]
+        text = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        infos.append({"prompt": text, "messages": messages})
+        ids.append(torch.tensor(words(text)["input_ids"], dtype=torch.int32))
+    worker: Any = SimpleNamespace(
+        engine=engine, state={"tokenizer": words}, store=Store(), progress=lambda: None
+    )
+    sampling = asdict(Sampling(max_new_tokens=250, temperature=1.5))
+    found = conversing.rollout(
+        worker, first_row=[2 * i for i in range(len(ids))], lengths=torch.tensor([len(i) for i in ids]),
+        ids=torch.cat(ids), infos=infos, seeds=torch.arange(2 * len(ids)) + 1000 * ranks.world.rank, n=2,
+        sampling=sampling, version=engine.version, turns={}, tools=[],
+        env={"module": "__main__", "qualname": env, "kwargs": {}},
+    )  # fmt: skip
+    assert int(found["turns"].max()) > 2 and not found["env_failed"].any()
+    return [row for _, row in sorted(worker.store.rows.items())]
+
+
+@torch.no_grad()
+def check_conversations(ranks: Ranks, engine: Any) -> dict[str, Any]:
+    """Turns join vLLM's batch as environments answer; rows are replayed token by token by the trainer's model."""
+    rows, slow = (conversed(ranks, engine, env) for env in ("talks", "talks_slowly"))
+    same = [a.ids.tolist() == b.ids.tolist() for a, b in zip(rows, slow, strict=True)]
+    worst, tokens = 0.0, 0
+    for row in rows:
+        logits = ranks.model(input_ids=row.ids[None].long(), use_cache=False).logits[0, :-1]
+        logp = (logits.float() / 1.5).log_softmax(-1).gather(1, row.ids[1:, None].long())[:, 0]
+        gap = (logp[row.mask[1:]] - row.columns["logp_sampler"]).abs()
+        worst, tokens = max(worst, float(gap.max())), tokens + len(gap)
+    return {"talk_gap": worst, "talk_tokens": tokens, "talks_same": sum(same) / len(same)}
+
+
 CHECKS = {
     "numbers": check_numbers,
     "seeds": check_seeds,
@@ -356,6 +406,7 @@ CHECKS = {
     "damage": check_damage,
     "sleep": check_sleep,
     "statistics": check_statistics,
+    "conversations": check_conversations,
 }
 
 

@@ -3,7 +3,9 @@
 import sys
 import types
 
-NAMES = "blending feeding learn moving profiling rewording rollout row_files rows writing"
+NAMES = (
+    "blending conversing feeding learn moving profiling rewording rollout row_files rows writing"
+)
 
 for _name in NAMES.split():
     _module = types.ModuleType(f"fsdprl.{_name}")

@@ -15,7 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
 GRADE = "tests.recipes.grades:"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
-PROMPTED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dapo", "ppo", "distill")
+TALKING = ("grpo_tools", "grpo_self_correct")
+PROMPTED = (
+    "grpo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "dapo",
+    "ppo",
+    "distill",
+    *TALKING,
+)
 
 
 @cache
@@ -58,6 +70,7 @@ def words(name: str, files: dict[str, str], out: Path, **flags: Any) -> list[str
         data = {"kto": "labels", "sft": "texts"}.get(name, "pairs")
         fields |= {"data": files[data], "max-length": 64, "batch-size": 8, "eval-every": 2}
     fields |= {"teacher": files["other"]} if name == "distill" else {}
+    fields |= {"max-new-tokens": 50, "question": "sure?"} if name == "grpo_self_correct" else {}
     fields |= {"when-short": "train", "max-rounds": 2} if name == "dapo" else {}
     typed = [str(ROOT / "recipes" / f"{name}.py")]
     for flag, value in (fields | {k.replace("_", "-"): v for k, v in flags.items()}).items():

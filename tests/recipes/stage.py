@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import fsdprl
 from fsdprl import controller as controller_module
-from fsdprl import feeding, learn, prompts, rewording, rollout, row_files, rows
+from fsdprl import conversing, feeding, learn, prompts, rewording, rollout, row_files, rows
 from fsdprl.config import Flags
 from fsdprl.data import chat, example_rows, preference_rows
+from fsdprl.data.feed import Course, Source
 from fsdprl.engines import Completion
 from fsdprl.errors import UserError
 from fsdprl.models import Packed
@@ -86,8 +87,30 @@ class Engine:
             made.append(Completion(ids, -torch.ones(count), finish))
         return made
 
+    def session(self, lanes: int, sampling: Any, progress: Any) -> Any:
+        return Session(self, sampling)
+
     def stats(self) -> dict[str, float]:
         return {}
+
+
+class Session:
+    """Every turn ends at once."""
+
+    def __init__(self, engine: Engine, sampling: Any) -> None:
+        self.engine, self.sampling, self.new, self.over = engine, sampling, [], False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.new)
+
+    def add(self, lane: int, request: Any, limit: int) -> None:
+        self.new.append((lane, request, dataclasses.replace(self.sampling, max_new_tokens=limit)))
+
+    def step(self, waiting: bool) -> list[Any]:
+        self.over = not (self.new or waiting)
+        new, self.new = self.new, []
+        return [(lane, *self.engine.generate([r], sampling, None)) for lane, r, sampling in new]
 
 
 class Stage(fake.FakeController):
@@ -104,6 +127,7 @@ class Stage(fake.FakeController):
             **rows.VERBS,
             **row_files.VERBS,
             **feeding.VERBS,
+            "examples.feed": self.feed,
             **rewording.VERBS,
             "memory.move": lambda worker, **_: {"peak_bytes": 0},
             "engine.sleep": lambda worker, **_: None,
@@ -113,9 +137,19 @@ class Stage(fake.FakeController):
             "model.forward_backward": learn.forward_backward,
             "engine.build": self.build_engine,
             "engine.generate": rollout.generate,
+            "engine.rollout": conversing.rollout,
         }
         for worker in self.workers:
             worker.models, worker.grader, worker.device = {}, None, torch.device("cpu")
+
+    def feed(self, worker: Any, *, course: str, form: dict, flag: str, **rest: Any) -> None:
+        """Data processes, without processes."""
+        kept, tokens = (rest[name].numpy() for name in ("kept", "tokens"))
+        rows = Course(kept, tokens, rest["seed"], rest["count"], rest["per"])
+        world, source = worker.world, Source(form, flag)
+        worker.state.setdefault("feeds", {})[course] = SimpleNamespace(
+            take=lambda step: source.__getitems__(rows.of_rank(step, world.rank, world.size))
+        )
 
     def call(self, verb: str, payload: dict | Sequence[dict], **rest: Any) -> Any:
         self.calls.append((verb, plain(payload)))

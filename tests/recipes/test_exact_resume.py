@@ -29,8 +29,9 @@ OWN: dict[str, dict[str, Any]] = {
     "ppo": {"lr": 1e-3, "critic-lr": 1e-2, "kl-coef": 0.1, "kl-target": 0.01, "kl-horizon": 50},
     "dapo": {"lr": 1e-2, "prompts-per-round": 7, "when-short": "error", "max-rounds": 0},
     "dpo": {"lr": 1e-2, "follow-every": 5, "follow-share": 0.5},
+    "sft": {"data-workers": 1},
 }
-"""What else has a state to lose: a reference that moves, a KL controller, groups carried over."""
+"""What else has a state to lose: a reference that moves, a KL controller, groups carried over, data processes."""
 USUAL = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun passes on to its ranks: it knows nothing of SIGUSR1 by itself."""
 

@@ -13,8 +13,20 @@ from tests import tiny
 from tests.recipes.stage import Played, play, recipe
 
 GRADE = "tests.recipes.grades:"
-PROMPTED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dapo", "ppo", "distill")
-VARIANTS = ("dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp")
+TALKING = ("grpo_tools", "grpo_self_correct")
+PROMPTED = (
+    "grpo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "dapo",
+    "ppo",
+    "distill",
+    *TALKING,
+)
+VARIANTS = ("dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", *TALKING)
 PAIRED = ("dpo", "reward_model")
 ALL = (*PROMPTED, *PAIRED, "kto", "sft")
 
@@ -127,6 +139,8 @@ def base(name: str, files: dict[str, str]) -> dict[str, Any]:
                 "max_rounds": 3,
                 "warmup_steps": 0,
             }
+        if name == "grpo_self_correct":
+            fields |= {"max_new_tokens": 70, "question": "sure?"}
         if name == "distill":
             fields |= {"teacher": files["other"]}
         if name == "ppo":
@@ -146,6 +160,7 @@ SAMPLED = {
     "prompts_per_step": 5,
     "group_size": 3,
     "temperature": 0.7,
+    "correction": rl.CorrectionOptions(kind="tis", cap=0.5),
     "max_prompt_length": 30,
     "long_prompts": ("drop", {"max_prompt_length": 30}),
     "max_new_tokens": 7,
@@ -183,7 +198,7 @@ CHANGED: dict[str, Any] = {
     "rejected_key": "worse",
 }
 OWN: dict[str, dict[str, Any]] = {
-    "grpo": {"correction": rl.CorrectionOptions(kind="tis", cap=0.5)},
+    "grpo_self_correct": {"question": "why?", "gain": 0.2, "dual_clip": (1.11, {"lr": 9.0, "clip_high": 0.1})},
     "gspo": {"clip_low": 1e-5, "clip_high": 1e-5, "dual_clip": (1.001, {"lr": 3.0})},
     "cispo": {"ratio_low": 0.99, "ratio_high": 1.01},
     "rloo": {"minibatches": (3, {}), "clip_low": (0.02, {"minibatches": 3}), "clip_high": (0.02, {"minibatches": 3})},
@@ -223,7 +238,8 @@ OWN: dict[str, dict[str, Any]] = {
 REACH_A_VERB = {
     "dtype": "float32", "sharding": rl.ShardingOptions(tokens_per_microbatch=30),
     "engine": rl.EngineOptions(max_num_seqs=3), "run": rl.RunOptions(out="elsewhere"),
-    "reward": rl.RewardOptions(timeout_s=5.0), "beta2": 0.5,
+    "reward": rl.RewardOptions(timeout_s=5.0), "beta2": 0.5, "tools": ("python",), "max_calls": 2, "data_workers": 1,
+    "turns": rl.TurnOptions(timeout_s=3.0),
 }  # fmt: skip
 """Flags for the ranks and the run folder, which their own tests follow further."""
 
@@ -252,7 +268,7 @@ def change(name: str, field: str, files: dict[str, str]) -> tuple[Any, dict[str,
         CHANGED | (SAMPLED if name in PROMPTED else {}) | REACH_A_VERB | OWN.get(name, {}) | others
     )
     value = known[field]
-    listed = field in ("rewards", "losses", "reward_weights") and not (
+    listed = field in ("rewards", "losses", "reward_weights", "tools") and not (
         value and isinstance(value[-1], dict)
     )
     return (value, {}) if listed or not isinstance(value, tuple) else value

@@ -1,5 +1,7 @@
 """Every recipe learns: on a tiny untrained model its reward, accuracy or loss moves further than chance can."""
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.recipes.processes import GRADE, RECIPES, run, series, task
+from scripts.make_tiny_model import write_tiny_model
+from tests.recipes.processes import GRADE, RECIPES, TALKING, run, series, task
 
 pytestmark = [pytest.mark.learn, pytest.mark.timeout(600)]
 
@@ -21,7 +24,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_every_recipe_has_a_learning_test():
-    assert {*GROUPED, "dapo", "ppo", "distill", "sft", "dpo", "kto", "reward_model"} == set(RECIPES)
+    assert {
+        *GROUPED,
+        "dapo",
+        "ppo",
+        "distill",
+        "sft",
+        "dpo",
+        "kto",
+        "reward_model",
+        *TALKING,
+    } == set(RECIPES)
 
 
 def figures(what: str, *series: list[float]) -> None:
@@ -187,3 +200,51 @@ def teach(path: str, out: Path) -> None:
         optimizer.zero_grad()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def test_a_second_answer_is_corrected(files: dict[str, str], tmp_path: Path):
+    metrics = run(
+        "grpo_self_correct",
+        files,
+        tmp_path / "run",
+        **SAMPLING | {"max-new-tokens": 60, "gain": 0.5},
+    )
+    assert min(series(metrics, "turns/mean")) > 1.0, series(metrics, "turns/mean")
+    rises(series(metrics, "second/mean"), 0.7)
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+
+
+def test_the_calculator_is_used(tmp_path: Path):
+    """A model that has seen tools used now and then, and guesses made as often as not, learns to use them always."""
+    draw = random.Random(0)
+    asked = [f"{draw.randrange(10, 100)}+{draw.randrange(10, 100)}" for _ in range(3000)]
+    sums = [str(sum(map(int, question.split("+")))) for question in asked]
+    rows = []
+    for question, answer in zip(asked, sums, strict=True):
+        if draw.random() < 0.4:
+            said = [("assistant", question.join(CALL)), ("tool", answer), ("assistant", answer)]
+        else:
+            said = [("assistant", str(draw.randrange(20, 199)))]
+        turns = [("user", question), *said]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [{"prompt": q, "answer": a} for q, a in zip(asked, sums, strict=True)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    write_tiny_model(tmp_path / "model", words=CALL)
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("texts", "prompts")} | {
+        "model": str(tmp_path / "model")
+    }
+    shown = run(
+        "sft", files, tmp_path / "sft", steps=350, batch_size=64, lr=3e-3, warmup_steps=20, eval_every=0,
+        eval_share=0.0, max_length=128,
+    )  # fmt: skip
+    files["model"] = str(next((tmp_path / "sft" / "checkpoints").glob("step-*")))
+    flags = SAMPLING | {"steps": 12, "lr": 5e-4, "max-new-tokens": 60, "rewards": "numeric"}
+    metrics = run("grpo_tools", files, tmp_path / "run", **flags)
+    reward, calls = series(metrics, "reward/mean"), series(metrics, "tool_calls/mean")
+    figures("calls of the calculator, then reward", calls, reward)
+    assert calls[0] < 0.65 and reward[0] < 0.6, (reward, calls, shown[-1])
+    assert sum(reward[-3:]) / 3 > 0.75 and sum(calls[-3:]) / 3 > 0.85, (reward, calls)

@@ -26,3 +26,15 @@ def only_math(prompts, completions, task, **kwargs):
 async def slow_judge(prompts, completions, trainer_state=None, **kwargs):
     await asyncio.sleep(0.01)
     return [float(trainer_state.global_step)] * len(completions)
+
+
+def logging_reward(completions, log_metric, log_extra, **kwargs):
+    words = [len(completion[0]["content"].split()) for completion in completions]
+    log_extra("words", words)
+    log_metric("words/mean", sum(words) / len(words))
+    return [1.0] * len(completions)
+
+
+def logs_too_few(completions, log_extra, **kwargs):
+    log_extra("words", [1])
+    return [1.0] * len(completions)

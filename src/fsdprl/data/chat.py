@@ -58,22 +58,37 @@ class Conversations:
     """How one recipe turns rows into conversations and renders them with its tokenizer."""
 
     def __init__(
-        self, tokenizer: Any, *, prompt_format: PromptFormat = "auto", system: str = ""
+        self,
+        tokenizer: Any,
+        *,
+        prompt_format: PromptFormat = "auto",
+        system: str = "",
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         """prompt_format says what a string prompt is: `chat`, a user's message; `raw`, the text
         itself; `auto`, a message if the tokenizer has a chat template, else text. system: text of
-        a system message before every conversation that brings none of its own.
+        a system message before every conversation that brings none of its own. tools: JSON schemas that
+        the template tells the model of.
 
         Raises UserError if messages are asked for and there is no chat template.
         """
         self.tokenizer = tokenizer
-        self.system = system
+        self.system, self.tools = system, list(tools) or None
         has_template = bool(tokenizer.chat_template)
         self.chat = has_template if prompt_format == "auto" else prompt_format == "chat"
         if self.chat and not has_template:
             raise UserError(f"--prompt-format chat: {self.no_template()}")
         if system and not self.chat:
             raise UserError(f"--system needs chat messages, but {self._why_text()}")
+
+    def tells_of_tools(self) -> bool:
+        """Whether what the model reads is another with the tools than without."""
+        asked = [{"role": "user", "content": "?"}]
+        texts = [
+            self.tokenizer.apply_chat_template(asked, tokenize=False, tools=tools)
+            for tools in ((self.tools, None) if self.chat else ())
+        ]
+        return len(set(texts)) > 1
 
     def of(self, value: Any, where: str, key: str) -> str | Messages:
         """A row's prompt as messages, or as a text if prompts are raw. Raises UserError."""
@@ -113,6 +128,7 @@ class Conversations:
                         tokenize=False,
                         add_generation_prompt=reply and not resumed,
                         continue_final_message=resumed,
+                        tools=self.tools,
                     )
                 )
             except Exception as error:  # whatever a template raises: Jinja's errors, TypeError, ...

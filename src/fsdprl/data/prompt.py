@@ -25,3 +25,5 @@ class Prompt:
     """Names of the rewards that count for it; None for all."""
     index: int = 0
     """Ordinal of the row in the dataset, filters not counted."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools that its text tells of, the same object for all prompts of a set."""

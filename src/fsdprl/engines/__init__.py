@@ -102,6 +102,30 @@ class Completion:
     finish: FinishReason
 
 
+class Session(Protocol):
+    """Requests that are added one by one while others are on their way. Where ranks share an engine, all of them
+    step until it is over."""
+
+    over: bool
+    """Nothing was under way or to come when the last step began."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has anything under way."""
+        ...
+
+    def add(self, lane: int, request: Request, limit: int) -> None:
+        """Begin a request of at most `limit` answer tokens. lane: any number below the session's lanes that no
+        other request under way has. Raises UserError for a prompt that leaves no room below max_model_len."""
+        ...
+
+    def step(self, waiting: bool) -> list[tuple[int, Completion]]:
+        """A token for every request under way; lanes and answers of those that have ended.
+
+        waiting: whether this rank may still add some. Raises EngineError on non-finite logits."""
+        ...
+
+
 class Engine(Protocol):
     """What a rank needs of an engine."""
 
@@ -118,6 +142,11 @@ class Engine(Protocol):
         Raises EngineError without good weights, asleep, or on non-finite logits (naming request and
         token), UserError for a prompt that leaves no room below max_model_len.
         """
+        ...
+
+    def session(self, lanes: int, sampling: Sampling, progress: Callable[[], None]) -> Session:
+        """Begin to take requests one by one, at most `lanes` at a time. Raises as `generate` does; no other
+        call until it is over."""
         ...
 
     def update_weights(self, buckets: "Iterator[Bucket]", version: int) -> dict[str, int]:

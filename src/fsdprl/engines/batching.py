@@ -5,7 +5,7 @@ every forward runs over a plain slice of the cache. A prompt is computed once, w
 of its samples. Longer prompts go first, so that rows of like length meet and padding is small.
 Nothing here can change which tokens come out: each row draws from its own seed and position.
 
-Shapes: N requests, B active rows, P prompts of a block, V vocabulary.
+Shapes: B active rows, P prompts of a block, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,8 @@ LOGITS_ELEMENTS = 1 << 25
 class Rows:
     """The active sequences, int64 [B] each; row b is slot b of the cache."""
 
-    request: Tensor
-    """Ordinal of the request."""
+    lane: Tensor
+    """Where the request was added, and where its answer is written."""
     seed: Tensor
     token: Tensor
     """Drawn last, not yet in the cache."""
@@ -43,7 +43,7 @@ class Rows:
     """Answer tokens at most."""
 
     def __len__(self) -> int:
-        return len(self.request)
+        return len(self.lane)
 
     def of(self, function: Callable[[Tensor], Tensor]) -> "Rows":
         """`function` of every field."""
@@ -69,74 +69,74 @@ class Block:
 
 
 class Decoding:
-    """One `generate` call."""
+    """Requests that are added at any time, and answers that leave one by one."""
 
     def __init__(
         self,
         replica: Replica,
-        requests: Sequence[Request],
-        limits: Sequence[int],
         sampling: Sampling,
         stop: StopRule,
         *,
+        lanes: int,
+        width: int,
+        columns: int,
         slots: int,
         progress: Callable[[], None],
     ) -> None:
-        """limits: most answer tokens of each request. slots: most sequences decoded together."""
-        self.replica, self.requests, self.sampling, self.stop = replica, requests, sampling, stop
+        """lanes: most requests under way or waiting at a time. width: most tokens of an answer. columns: most tokens
+        of a prompt and its answer, the last one left out. slots: most sequences decoded together."""
+        self.replica, self.sampling, self.stop = replica, sampling, stop
         self.progress, self.device = progress, replica.device
-        self.slots = min(slots, len(requests))
-        self.limits, self.width = list(limits), max(limits)
-        self.waiting = self._prompts()
-        self.unique_tokens = sum(len(prompt) for prompt, _ in self.waiting)
+        self.slots, self.width = min(slots, lanes), width
+        self.requests: dict[int, Request] = {}
+        self.limits: dict[int, int] = {}
+        self.waiting: dict[tuple[int, ...], list[int]] = {}
+        self.stack: list[tuple[int, ...]] = []
+        self.computed_tokens = 0
         self.block: Block | None = None
         self.rows = self._rows([])
-        size = len(requests) * self.width
+        size = lanes * self.width
         self.tokens = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.logps = torch.zeros(size, dtype=torch.float32, device=self.device)
-        self.counts = [0] * len(requests)
-        self.stopped = [False] * len(requests)
+        self.finished: list[tuple[int, Completion]] = []
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
             shape = (self.slots, replica.vocabulary)
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        columns = max(len(r.ids) + limit - 1 for r, limit in zip(requests, limits, strict=True))
         replica.cache.open(self.slots, columns)
 
-    def _prompts(self) -> list[tuple[tuple[int, ...], list[int]]]:
-        """Each different prompt with its requests, the longest first; a stack, so reversed."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for ordinal, request in enumerate(self.requests):
-            groups.setdefault(tuple(request.ids), []).append(ordinal)
-        return sorted(groups.items(), key=lambda item: -len(item[0]))[::-1]
+    def add(self, lane: int, request: Request, limit: int) -> None:
+        """Let a request wait for a slot; its lane must be free. limit: its most answer tokens."""
+        self.requests[lane], self.limits[lane] = request, limit
+        self.waiting.setdefault(tuple(request.ids), []).append(lane)
+        self.stack.clear()  # sorted anew when prompts are computed next
 
-    def _rows(self, ordinals: Sequence[int]) -> Rows:
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to decode."""
+        return bool(len(self.rows) or self.block is not None or self.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Let requests in, draw a token for every active row; (lane, answer) of those that have ended."""
+        self._admit()
+        if len(self.rows):
+            self._step()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _rows(self, lanes: Sequence[int]) -> Rows:
         """Fresh rows of these requests, nothing drawn yet."""
-        chosen = [self.requests[i] for i in ordinals]
+        chosen = [self.requests[lane] for lane in lanes]
         columns = [
-            list(ordinals),
+            list(lanes),
             [request.seed for request in chosen],
             [0] * len(chosen),
             [len(request.ids) for request in chosen],
             [0] * len(chosen),
-            [self.limits[i] for i in ordinals],
+            [self.limits[lane] for lane in lanes],
         ]
         return Rows(*(torch.tensor(c, dtype=torch.int64, device=self.device) for c in columns))
-
-    @torch.inference_mode()
-    def run(self) -> list[Completion]:
-        """Decode everything; completions in the order of the requests."""
-        while True:
-            self._admit()
-            if len(self.rows) == 0:
-                break
-            self._step()
-        drawn = torch.tensor(self.counts, device=self.device)[:, None]
-        kept = torch.arange(self.width, device=self.device) < drawn
-        tokens = self.tokens.view(kept.shape)[kept].cpu().split(self.counts)
-        logps = self.logps.view(kept.shape)[kept].cpu().split(self.counts)
-        reasons: list[FinishReason] = ["stop" if stopped else "length" for stopped in self.stopped]
-        return [Completion(*parts) for parts in zip(tokens, logps, reasons, strict=True)]
 
     def _admit(self) -> None:
         """Fill free slots, unless so few are free that the extra forward would cost more."""
@@ -152,26 +152,29 @@ class Decoding:
     def _prefill(self) -> Block:
         """Compute the next prompts, as many as one forward takes."""
         prompts: list[tuple[int, ...]] = []
-        ordinals: list[int] = []
+        lanes: list[int] = []
         source: list[int] = []
-        while self.waiting:
-            prompt, of_prompt = self.waiting[-1]
+        if not self.stack:  # the longest first, and of equal ones the first to come
+            self.stack = sorted(self.waiting, key=len, reverse=True)[::-1]
+        while self.stack:
+            prompt = self.stack[-1]
             longest = len(prompts[0]) if prompts else len(prompt)
             full = (len(prompts) + 1) * longest > PREFILL_TOKENS
             full = full or (len(prompts) + 1) * self.replica.vocabulary > LOGITS_ELEMENTS
             if prompts and full:
                 break
-            self.waiting.pop()
+            of_prompt = self.waiting.pop(self.stack.pop())
             source += [len(prompts)] * len(of_prompt)
-            ordinals += of_prompt
+            lanes += of_prompt
             prompts.append(prompt)
+        self.computed_tokens += sum(map(len, prompts))
         longest = len(prompts[0])
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         ids = torch.tensor(padded, dtype=torch.int64, device=self.device)
         last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
         keep, logits = self.replica.prefill(ids, last)
         where = torch.tensor(source, device=self.device)
-        return Block(keep, logits, where, self._rows(ordinals))
+        return Block(keep, logits, where, self._rows(lanes))
 
     def _enter(self, block: Block, free: int) -> None:
         """Put waiting samples of the block into free slots and draw their first tokens."""
@@ -192,8 +195,8 @@ class Decoding:
     def _mark_prompts(self, new: Rows, first: int) -> None:
         assert self.seen is not None
         self.seen[first : first + len(new)] = False
-        for slot, ordinal in enumerate(new.request.tolist(), start=first):
-            ids = torch.as_tensor(self.requests[ordinal].ids, dtype=torch.int64, device=self.device)
+        for slot, lane in enumerate(new.lane.tolist(), start=first):
+            ids = torch.as_tensor(self.requests[lane].ids, dtype=torch.int64, device=self.device)
             self.seen[slot, ids] = True
 
     def _step(self) -> None:
@@ -223,12 +226,12 @@ class Decoding:
         finite = torch.isfinite(logp)
         if not bool(finite.all()):
             row = int((~finite).nonzero()[0])
-            ordinal, position = int(rows.request[row]), int(rows.drawn[row])
+            lane, position = int(rows.lane[row]), int(rows.drawn[row])
             raise EngineError(
-                f"non-finite logits at request {ordinal} (prompt of {len(self.requests[ordinal].ids)} "
+                f"non-finite logits at request {lane} (prompt of {len(self.requests[lane].ids)} "
                 f"tokens), answer token {position}: weights or activations overflow"
             )
-        place = rows.request * self.width + rows.drawn
+        place = rows.lane * self.width + rows.drawn
         self.tokens.index_copy_(0, place, token.to(torch.int32))
         self.logps.index_copy_(0, place, logp)
         rows.token.copy_(token)
@@ -243,14 +246,7 @@ class Decoding:
         finished = (ended | (rows.drawn >= rows.limit)).nonzero().flatten() + first
         if len(finished) == 0:
             return
-        gone = self.rows.of(lambda x: x[finished])
-        for ordinal, drawn, stopped in zip(
-            gone.request.tolist(),
-            gone.drawn.tolist(),
-            ended[finished - first].tolist(),
-            strict=True,
-        ):
-            self.counts[ordinal], self.stopped[ordinal] = drawn, stopped
+        self._complete(self.rows.of(lambda x: x[finished]), ended[finished - first].tolist())
         left = len(self.rows) - len(finished)
         stays = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         stays[finished] = False
@@ -264,3 +260,15 @@ class Decoding:
         order = torch.arange(left, device=self.device)
         order[holes] = movers
         self.rows = self.rows.of(lambda x: x[order])
+
+    def _complete(self, gone: Rows, stopped: Sequence[bool]) -> None:
+        """Take the answers of finished rows out of their lanes."""
+        tokens = self.tokens.view(-1, self.width)[gone.lane].cpu()
+        logps = self.logps.view(-1, self.width)[gone.lane].cpu()
+        for i, (lane, drawn) in enumerate(
+            zip(gone.lane.tolist(), gone.drawn.tolist(), strict=True)
+        ):
+            reason: FinishReason = "stop" if stopped[i] else "length"
+            kept = Completion(tokens[i, :drawn].clone(), logps[i, :drawn].clone(), reason)
+            self.finished.append((lane, kept))
+            del self.requests[lane], self.limits[lane]

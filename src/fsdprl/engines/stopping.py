@@ -60,18 +60,18 @@ class StopRule:
     def ended(self, rows: "Rows", tokens: Tensor, width: int) -> Tensor:
         """bool [B]: the row's last token is an end token or completes a stop string.
 
-        tokens: int32 [N * width], the answers so far, a request's from its ordinal * width on.
+        tokens: int32 [lanes * width], the answers so far, a request's from its lane * width on.
         """
         ended = (rows.token[:, None] == self.ids).any(dim=1)
         if not self.strings:
             return ended
         found = ended.tolist()
-        for row, (request, drawn) in enumerate(
-            zip(rows.request.tolist(), rows.drawn.tolist(), strict=True)
+        for row, (lane, drawn) in enumerate(
+            zip(rows.lane.tolist(), rows.drawn.tolist(), strict=True)
         ):
-            start = request * width + max(0, drawn - self.tail)
+            start = lane * width + max(0, drawn - self.tail)
             if not found[row]:
-                found[row] = self._holds(tokens[start : request * width + drawn].tolist())
+                found[row] = self._holds(tokens[start : lane * width + drawn].tolist())
         return torch.tensor(found, dtype=torch.bool, device=rows.token.device)
 
     def _holds(self, ids: list[int]) -> bool:

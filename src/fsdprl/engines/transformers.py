@@ -4,6 +4,7 @@ It runs wherever PyTorch does, starts in a second, and is the default on CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,34 +55,61 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: Sampling, progress: Callable[[], None]
     ) -> list[Completion]:
         """See `Engine.generate`."""
+        self._check_ready()
+        if not requests:
+            return []
+        limits = answer_limits(requests, sampling, self.max_model_len)
+        longest = max(len(r.ids) + limit for r, limit in zip(requests, limits, strict=True))
+        decoding = self._decoding(sampling, progress, len(requests), max(limits), longest)
+        for lane, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            decoding.add(lane, request, limit)
+        found: dict[int, Completion] = {}
+        while decoding.busy:
+            found |= decoding.step()
+        completions = [found[lane] for lane in range(len(requests))]
+        prompt_tokens = sum(len(request.ids) for request in requests)
+        self.count(prompt_tokens, prompt_tokens - decoding.computed_tokens, completions)
+        return completions
+
+    def session(
+        self, lanes: int, sampling: Sampling, progress: Callable[[], None]
+    ) -> "BuiltInSession":
+        """See `Engine.session`."""
+        self._check_ready()
+        width = min(sampling.max_new_tokens, self.max_model_len - 1)
+        decoding = self._decoding(sampling, progress, max(lanes, 1), width, self.max_model_len)
+        return BuiltInSession(self, decoding)
+
+    def _check_ready(self) -> None:
         if self.asleep:
             raise EngineError(
                 f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake it first"
             )
         if self.unready:
             raise EngineError(f"the engine cannot generate: {self.unready}")
-        if not requests:
-            return []
-        limits = answer_limits(requests, sampling, self.max_model_len)
-        decoding = Decoding(
+
+    def _decoding(
+        self, sampling: Sampling, progress: Callable[[], None], lanes: int, width: int, longest: int
+    ) -> Decoding:
+        return Decoding(
             self.replica,
-            requests,
-            limits,
             sampling,
             StopRule(self.stop_ids, sampling.stop, self.tokenizer, self.device),
-            slots=self._slots(requests, limits),
+            lanes=lanes,
+            width=width,
+            columns=max(1, longest - 1),
+            slots=self._slots(longest),
             progress=progress,
         )
-        completions = decoding.run()
-        prompt_tokens = sum(len(request.ids) for request in requests)
-        self._counts["prompt_tokens"] += prompt_tokens
-        self._counts["cached_prompt_tokens"] += prompt_tokens - decoding.unique_tokens
-        self._counts["generated_tokens"] += sum(len(c.ids) for c in completions)
-        return completions
 
-    def _slots(self, requests: Sequence[Request], limits: Sequence[int]) -> int:
-        """Sequences that decode together: as asked, or as many as memory holds."""
-        longest = max(len(r.ids) + limit for r, limit in zip(requests, limits, strict=True))
+    def count(self, prompt_tokens: int, cached: int, completions: Sequence[Completion]) -> None:
+        """Add to what `stats` tells."""
+        self._counts["prompt_tokens"] += prompt_tokens
+        self._counts["cached_prompt_tokens"] += cached
+        self._counts["generated_tokens"] += sum(len(c.ids) for c in completions)
+
+    def _slots(self, longest: int) -> int:
+        """Sequences of up to `longest` tokens that decode together: as asked, or as many as memory holds."""
         fits = self._cache_bytes() // (self.replica.cache.bytes_per_token * longest)
         return max(1, min(self.options.max_num_seqs, fits))
 
@@ -144,3 +172,36 @@ class TransformersEngine:
     def _zero_counts() -> dict[str, float]:
         names = ("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "preemptions")
         return dict.fromkeys(names, 0.0)
+
+
+class BuiltInSession:
+    """See `Session`. A turn's prompt is computed as a whole: its earlier turns' keys were given up with its slot."""
+
+    def __init__(self, engine: TransformersEngine, decoding: Decoding) -> None:
+        self.engine, self.decoding, self.over = engine, decoding, False
+        self.computed = 0
+
+    @property
+    def busy(self) -> bool:
+        """See `Session.busy`."""
+        return self.decoding.busy
+
+    def add(self, lane: int, request: Request, limit: int) -> None:
+        """See `Session.add`."""
+        wanted = replace(self.decoding.sampling, max_new_tokens=limit)
+        (limit,) = answer_limits([request], wanted, self.engine.max_model_len)
+        self.decoding.add(lane, request, limit)
+        self.engine.count(len(request.ids), len(request.ids), [])
+
+    def step(self, waiting: bool) -> list[tuple[int, Completion]]:
+        """See `Session.step`."""
+        self.over = not (self.busy or waiting)
+        if not self.busy:
+            return []
+        ended = self.decoding.step()
+        computed, self.computed = (
+            self.decoding.computed_tokens - self.computed,
+            self.decoding.computed_tokens,
+        )
+        self.engine.count(0, -computed, [completion for _, completion in ended])
+        return ended

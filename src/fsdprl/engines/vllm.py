@@ -5,6 +5,7 @@ parallelism, consecutive ranks share one engine: they gather their requests, run
 lockstep, and each keeps its own answers.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -18,6 +19,7 @@ from fsdprl.checkpoint_files import NO_CODE
 from fsdprl.engine_choice import extra_arguments
 from fsdprl.engines import Completion, EngineError, Request, Sampling, answer_limits
 from fsdprl.engines.arrivals import Arrivals, Expected
+from fsdprl.engines.vllm_session import VllmSession, gather_requests
 from fsdprl.engines.vllm_versions import (
     Reload,
     caller_unchanged,
@@ -93,30 +95,48 @@ class VllmEngine:
         self, requests: Sequence[Request], sampling: Sampling, progress: Callable[[], None]
     ) -> list[Completion]:
         """See `Engine.generate`. With tensor parallelism, collective over the engine's ranks."""
+        self._check_ready()
+        answer_limits(requests, sampling, self.max_model_len)
+        first, everyones = self._gathered(requests)
+        if not everyones:
+            return []
+        prompts = [{"prompt_token_ids": list(request.ids)} for request in everyones]
+        parameters = [self.parameters(request, sampling) for request in everyones]
+        with self.running(progress):
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        mine = outputs[first : first + len(requests)]
+        completions = [self.completion(i, output) for i, output in enumerate(mine)]
+        self.count(mine, completions)
+        return completions
+
+    def session(self, lanes: int, sampling: Sampling, progress: Callable[[], None]) -> VllmSession:
+        """See `Engine.session`. With tensor parallelism, collective over the engine's ranks."""
+        self._check_ready()
+        return VllmSession(self, sampling, progress)
+
+    def _check_ready(self) -> None:
         if self.asleep:
             raise EngineError(
                 f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake it first"
             )
         if self.unready:
             raise EngineError(f"the engine cannot generate: {self.unready}")
-        answer_limits(requests, sampling, self.max_model_len)
-        first, everyones = self._gathered(requests)
-        if not everyones:
-            return []
-        prompts = [{"prompt_token_ids": list(request.ids)} for request in everyones]
-        parameters = [self._parameters(request, sampling) for request in everyones]
+
+    def count(self, outputs: Sequence[Any], completions: Sequence[Completion]) -> None:
+        """Add this rank's answers to what `stats` tells."""
+        self._counts["prompt_tokens"] += sum(len(o.prompt_token_ids) for o in outputs)
+        self._counts["cached_prompt_tokens"] += sum(o.num_cached_tokens or 0 for o in outputs)
+        self._counts["generated_tokens"] += sum(len(c.ids) for c in completions)
+
+    @contextlib.contextmanager
+    def running(self, progress: Callable[[], None]) -> Iterator[None]:
+        """Steps of vLLM tell `progress`, and change nothing else of this process."""
         self._progress = progress
         try:
             with caller_unchanged(self.device):
-                outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+                yield
         finally:
             self._progress = _nothing
-        mine = outputs[first : first + len(requests)]
-        completions = [self._completion(i, output) for i, output in enumerate(mine)]
-        self._counts["prompt_tokens"] += sum(len(request.ids) for request in requests)
-        self._counts["cached_prompt_tokens"] += sum(o.num_cached_tokens or 0 for o in mine)
-        self._counts["generated_tokens"] += sum(len(c.ids) for c in completions)
-        return completions
 
     def update_weights(self, buckets: Iterator[Bucket], version: int) -> dict[str, int]:
         """See `Engine.update_weights`. The prefix cache, which is of the old weights, is dropped."""
@@ -189,7 +209,8 @@ class VllmEngine:
 
         engine.step = ticking
 
-    def _parameters(self, request: Request, sampling: Sampling) -> Any:
+    def parameters(self, request: Request, sampling: Sampling) -> Any:
+        """vLLM's own parameters of a request."""
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -204,7 +225,8 @@ class VllmEngine:
             detokenize=bool(sampling.stop),
         )
 
-    def _completion(self, ordinal: int, output: Any) -> Completion:
+    def completion(self, ordinal: int, output: Any) -> Completion:
+        """An answer as vLLM gives it, checked. Raises EngineError on non-finite log-probs."""
         answer = output.outputs[0]
         ids, logp = list(answer.token_ids), list(answer.logprobs.logprobs)
         bad = next((i for i, value in enumerate(logp) if not math.isfinite(value)), None)
@@ -240,27 +262,6 @@ def _nothing() -> None:
 def _tensor_group() -> Any:
     """The CPU process group of the ranks that share this engine."""
     return importlib.import_module("vllm.distributed.parallel_state").get_tp_group().cpu_group
-
-
-def gather_requests(requests: Sequence[Request], group: Any) -> list[list[Request]]:
-    """Everyone's requests, by rank of `group`. Collective; as tensors, nothing is pickled."""
-    words = [[request.seed, len(request.ids), *request.ids] for request in requests]
-    mine = torch.tensor([word for row in words for word in row], dtype=torch.int64)
-    size = dist.get_world_size(group)
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(mine)]), group=group)
-    longest = max(int(count) for count in counts)
-    buffers = [torch.zeros(longest, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(buffers, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=group)
-    everyones = []
-    for buffer, count in zip(buffers, counts, strict=True):
-        flat, start, part = buffer.tolist(), 0, []
-        while start < int(count):
-            seed, length = flat[start : start + 2]
-            part.append(Request(flat[start + 2 : start + 2 + length], seed))
-            start += 2 + length
-        everyones.append(part)
-    return everyones
 
 
 def expected_weights(path: str, dtype: torch.dtype) -> dict[str, Expected]:

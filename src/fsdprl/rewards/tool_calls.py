@@ -19,13 +19,16 @@ def tool_call_f1(sample: Sample) -> float | None:
     """F1 between the tool calls of the response and the gold ones: 0.0 to 1.0.
 
     Counted are the calls' names and their arguments, each a (tool, argument, value); repeated calls count each time.
-    Calls are read from `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks (Hermes, Qwen) or from
-    ReAct's `Action:` and `Action Input:` lines. The gold answer is such text, a list of calls, or OpenAI's
+    Of a conversation the calls of all turns count. They are read from
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks (Hermes, Qwen) or from ReAct's `Action:` and
+    `Action Input:` lines. The gold answer is such text, a list of calls, or OpenAI's
     `tool_calls`. No gold call and none made is 1.0. None (not applicable) where the gold answer is None.
     """
     if sample.answer is None:
         return None
-    gold, made = _facts(gold_calls(sample.answer)), _facts(calls_in(sample.response))
+    said = [turn["content"] for turn in sample.turns or [] if turn["role"] == "assistant"]
+    calls = [call for text in said or [sample.response] for call in calls_in(text)]
+    gold, made = _facts(gold_calls(sample.answer)), _facts(calls)
     if not gold and not made:
         return 1.0
     shared = sum((gold & made).values())
