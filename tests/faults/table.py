@@ -24,6 +24,7 @@ class Row:
     flags: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
     """Flags that the undisturbed run has as well."""
+    recipe: str = "grpo"
     make: Callable[[Path], dict[str, Any]] | None = None
     """Makes what is wrong in a folder; returns the flags that point to it."""
     ends: int = 1
@@ -74,8 +75,10 @@ MISTAKES = [
     refused(1, "flag", r"--lerning-rate.*--lr", mistakes.misspelt_flag, quick=True),
     refused(1, "toml", r"config\.toml:2.*grop_size", mistakes.misspelt_key, quick=True),
     refused(1, "type", r"--lr.*fast", mistakes.wrong_type, quick=True),
-    refused(1, "pair", r"--run\.keep.*at least 0", mistakes.out_of_range, quick=True),
+    refused(1, "range", r"--run\.keep.*at least 0", mistakes.out_of_range, quick=True),
+    refused(1, "pair", r"--run\.forget.*--run\.resume", mistakes.impossible_pair),
     refused(2, "absent", r"--model .*nowhere: no such folder", mistakes.no_model),
+    refused(2, "gated", r"--model nobody/nothing.*HF_TOKEN", mistakes.gated_model),
     refused(2, "pickled", r"only pytorch_model\.bin, a pickle.*convert", mistakes.pickled_model, quick=True),
     refused(2, "own code", r"code of its own \(auto_map\)", mistakes.own_code),
     refused(3, "template", r"no chat template.*--chat-template", mistakes.no_template),
@@ -101,10 +104,15 @@ REWARDS = [
         flags={"rewards": f"{REWARD}always_sleeps", "reward.timeout-s": 1}, within_s=60),
     survived(11, "segfaults", "segfaults"),
     survived(11, "killed", "is_killed"),
-    *(Row(12, name, rf"reward .*{name} returned .* for", flags={"rewards": f"{REWARD}{name}"}, within_s=60)
+    *(Row(12, name, rf"reward .*{name} returned .* for", flags={"rewards": f"{REWARD}{name}"}, within_s=60,
+          quick=name == "nan")
       for name in ("nan", "inf", "text", "too_few")),
     Row(15, "alike", flags={"rewards": "tests.recipes.grades:always"}, ends=0, within_s=60),
+    Row(15, "barren", r"not one of 240 prompts, a whole pass.*too easy or too hard", recipe="dapo", ends=2,
+        flags={"rewards": "tests.recipes.grades:always", "max-rounds": 0, "when-short": "error",
+               "prompts-per-round": 60}, within_s=60),
     Row(16, "truncated", flags={"max-new-tokens": 1}, ends=0, within_s=60),
+    Row(16, "empty", make=mistakes.mute_model, ends=0, within_s=60, counted="frac_reward_zero_std"),
 ]  # fmt: skip
 
 STALL = {"run.stall-timeout-s": 8}
@@ -117,7 +125,7 @@ ENGINE = [
            r"stacks of all ranks[\s\S]*rank {last} on \S+ stalled in rollout",
            "phase=generate,rank={last},step=1,kind=hang", flags=STALL, within_s=18, status={"phase": "rollout"}),
     Row(20, "logits", r"non-finite logits at request \d+ \(prompt of",
-        fault="phase=generate,rank={last},step=1,kind=nan_logits"),
+        fault="phase=generate,rank={last},step=1,kind=nan_logits", quick=True),
     mended(21, "stale", r"weights of version 1 differ.*sent .*received", "phase=pull,rank={last},step=1,kind=stale"),
     mended(21, "lost", r"the update lacks weight", "phase=pull,rank={last},step=1,kind=lost"),
 ]  # fmt: skip
@@ -154,7 +162,8 @@ DEATHS = [
              ranks=(2,), base=VLLM, marks=("vllm",))
       for name, verb in (("serving", "generate"), ("idle", "forward_backward"))),
     *(mended(24, verb, rf"rank 1 on \S+ died in {phase}: its process is gone", f"{at(verb)},rank=1,kind=sigkill",
-             ranks=(2,), status={"kind": "died", "rank": 1, "phase": phase}, quick=verb == "forward_backward")
+             ranks=(2, 4) if verb in ("generate", "optim_step") else (2,), quick=verb == "forward_backward",
+             status={"kind": "died", "rank": 1, "phase": phase})
       for verb, phase in PHASES.items()),
     mended(25, "generating", "rank 0, the controller, is gone", "phase=generate,rank=0,step=1,kind=sigkill",
            ranks=(2,)),
@@ -182,7 +191,8 @@ SIGNALS = [
     signalled("generate", "int", 130, ranks=(1,)),
     signalled("forward_backward", "int", 130, ranks=(1,)),
     signalled("generate", "int", 1, ranks=(2,)),
-    signalled("generate", "usr1", 138, ranks=(1,)),
+    signalled("generate", "usr1", 138),
+    signalled("optim_step", "usr1", 1, ranks=(2,)),
 ]  # fmt: skip
 
 SAVES = [

@@ -1,9 +1,7 @@
-"""Rows of the matrix that need something beside the job: a judge, another user, a small disk, canaries."""
+"""Rows of the matrix that need something beside the job: a judge, another user, a small disk, a broken tracker."""
 
-import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -82,19 +80,27 @@ def test_row_14_what_a_model_wrote_is_contained():
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A real file system of a few megabytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-    )
+    size = getattr(request, "param", "6m")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode != 0:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("small_disk", ["2m"], indirect=True)
+def test_row_08_a_disk_too_small_for_a_checkpoint(small_disk: Path):
+    """Said before the model is loaded."""
+    ended = trial.run(small_disk / "run", 1)
+    assert ended.code == 2, ended.said
+    assert re.search(r"--run\.out .*a checkpoint may take .* GB free", ended.said), ended.said
+    assert ended.seconds < 10 * trial.slack()
+    assert not (small_disk / "run" / "metrics.jsonl").exists()
 
 
 @BOTH
@@ -121,6 +127,28 @@ def test_row_30_a_disk_that_is_full(ranks: int, tmp_path: Path, small_disk: Path
     first = sorted((out / "checkpoints").glob("step-*"))[0]
     assert (first / "model.safetensors").stat().st_size >= model
     filler.unlink()
+    again = trial.run(out, ranks, steps=trial.STEPS)
+    assert again.code == 0, again.said
+    trial.check_identical(out, trial.undisturbed(ranks))
+
+
+@BOTH
+def test_row_30_a_folder_that_turns_read_only(ranks: int, tmp_path: Path):
+    """In the midst of a run: the checkpoint stays whole, and once it can be written again the run goes on."""
+    out = tmp_path / "run"
+    job, began = trial.begin(out, ranks, steps=40)
+    job.until(out / "checkpoints" / "step-000001" / "manifest.json")
+    frozen = ["chattr", "+i", str(out / "checkpoints")]
+    if (refused := subprocess.run(frozen, capture_output=True, text=True)).returncode:
+        job.process.kill()
+        pytest.skip(f"a folder cannot be made read-only for root here: {refused.stderr.strip()}")
+    try:
+        ended = trial.end(job, began, out)
+    finally:
+        subprocess.run(["chattr", "-i", str(out / "checkpoints")], check=True)
+    assert ended.code in (1, 2), ended.said
+    assert "saving a checkpoint: Operation not permitted" in ended.said, ended.said
+    assert "3 times in a row" in ended.said and "the same command again" in ended.said
     again = trial.run(out, ranks, steps=trial.STEPS)
     assert again.code == 0, again.said
     trial.check_identical(out, trial.undisturbed(ranks))
@@ -164,12 +192,35 @@ OTHERS = {
 def test_row_33_another_run_is_refused(tmp_path: Path):
     """With every difference, at once, and nothing of the folder touched."""
     out = Path(shutil.copytree(trial.undisturbed(1), tmp_path / "run"))
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = contents(out)
     for flags, says in OTHERS.values():
         ended = trial.run(out, 1, **flags)
         assert ended.code == 2 and re.search(says, ended.said), ended.said
         assert ended.seconds < 10 * trial.slack()
-    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert before == contents(out)
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ["data", "model"])
+def test_row_33_the_same_names_with_other_contents(what: str, tmp_path: Path):
+    """A row of the data, or the tokenizer, is not what it was: refused by name, until --run.allow says so."""
+    given = {"data": "prompts", "model": "model"}
+    source = Path(trial.files()[given[what]])
+    mine = tmp_path / source.name
+    shutil.copy(source, mine) if source.is_file() else shutil.copytree(source, mine)
+    out, flags = tmp_path / "run", {what: mine}
+    assert trial.run(out, 1, fault=KILL, **flags).code == -9
+    file = mine if what == "data" else mine / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("1", "2", 1) + "\n")
+    before = contents(out / "checkpoints")
+    ended = trial.run(out, 1, **flags)
+    assert ended.code == 2 and f"--{what}: {file}: other contents" in ended.said, ended.said
+    assert f"--run.allow {what}" in ended.said and before == contents(out / "checkpoints")
+    ended = trial.run(out, 1, **flags, **{"run.allow": what})
+    assert ended.code == 0, ended.said
 
 
 BROKEN = {
@@ -207,36 +258,3 @@ def test_row_34_a_tracker_that_fails(when: str, tmp_path: Path, monkeypatch: pyt
     assert len(re.findall("tracker wandb", ended.said)) == 1, ended.said
     trial.check_identical(out, trial.undisturbed(1))
     assert read_json(out / "status.json")["state"] == "finished"
-
-
-def places(folder: Path) -> list[Path]:
-    return [
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix not in (".png", ".safetensors")
-    ]
-
-
-@pytest.mark.parametrize("end", ["finished", "raised"])
-def test_row_35_secrets_are_nowhere(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Canaries in the environment, the command line, the config and the prompts; in a traceback as well."""
-    known = secrets.token_hex(12)
-    others = [f"hf_{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}", secrets.token_hex(12)]
-    monkeypatch.setenv("HF_TOKEN", known)
-    monkeypatch.setenv("CANARY_API_KEY", others[2])
-    data = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"{i} {known} {others[1]}", "answer": others[2]} for i in range(240)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = tmp_path / "config.toml"
-    config.write_text(f'system = "use {others[0]}"\n')
-    reward = "tests.recipes.grades:digits" if end == "finished" else "tests.faults.rewards:reveals"
-    out = tmp_path / "run"
-    flags = {"data": data, "config": config, "rewards": reward, "max-prompt-length": 200}
-    ended = trial.run(out, 1, **flags)
-    assert (ended.code == 0) == (end == "finished"), ended.said
-    assert end == "finished" or "[HF_TOKEN]" in ended.said, ended.said
-    for canary in (known, *others):
-        assert canary not in ended.said
-        for path in places(out):
-            assert canary not in path.read_text(errors="replace"), path
-    shutil.rmtree(out)

@@ -30,6 +30,9 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 """Of all trials, unless they say otherwise: three steps of four groups, each saved."""
 
+HANDED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""As torchrun --signals-to-handle: by itself it leaves SIGUSR1 out, and dies of it."""
+
 
 @dataclass
 class Ended:
@@ -103,7 +106,8 @@ def begin(
     struck.mkdir(exist_ok=True)
     path = os.pathsep.join(map(str, (PLUGIN, ROOT / "src", ROOT)))
     given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "FSDPRL_FAULT": fault}
-    given |= {"FSDPRL_FAULT_ONCE": str(struck), **(environment or {})}
+    given |= {"FSDPRL_FAULT_ONCE": str(struck), "PET_SIGNALS_TO_HANDLE": HANDED_ON}
+    given |= environment or {}
     return Job(typed, ranks=ranks if ranks > 1 else 0, **given), time.time()
 
 

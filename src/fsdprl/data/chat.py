@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdprl.checkpoint_files import NO_CODE
+from fsdprl.checkpoint_files import FROM_HUB, NO_CODE
 from fsdprl.errors import UserError
 
 PromptFormat = Literal["auto", "chat", "raw"]
@@ -21,12 +21,14 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, flag: str = "
 
     if "/" in path and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise UserError(f"{flag} {path}: no such folder")
+    folder = Path(path).expanduser() if "~" in path else path
     try:
-        folder = Path(path).expanduser() if "~" in path else path
         tokenizer = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     except Exception as error:
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        if not Path(folder).is_dir():
+            reason += f"; {FROM_HUB}"
         raise UserError(f"{flag} {path}: no tokenizer can be loaded: {reason}") from error
     if chat_template:
         tokenizer.chat_template = template_text(chat_template)
