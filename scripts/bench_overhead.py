@@ -29,7 +29,8 @@ def spread(sample) -> float:
 
 def metrics_of(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of a short run."""
-    from bench_sync import SHAPES, SMOKE
+    from bench_models import SMOKE
+    from bench_sync import SHAPES
 
     from fsdprl.tasks.addition import write_dataset
 

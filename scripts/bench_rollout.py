@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_sync import Shape, joined
+from bench_models import SMOKE, Shape
+from bench_sync import joined
 from transformers.utils.logging import disable_progress_bar
 
 from fsdprl import learn, rollout, worker
@@ -31,7 +32,6 @@ from fsdprl.engines.vllm_versions import import_vllm
 from fsdprl.options import EngineOptions, ShardingOptions
 
 SIZE = Shape("30M", hidden=384, layers=10, ffn=1024)
-SMOKE = Shape("smoke", hidden=64, layers=2, ffn=128, vocabulary=512)
 
 
 class Bench:

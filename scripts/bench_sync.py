@@ -19,14 +19,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_models import SMOKE, Shape
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
 from fsdprl import device, learn, rollout, worker
@@ -36,44 +36,12 @@ from fsdprl.stream import Bucket
 from fsdprl.worker import Worker
 from fsdprl.world import World
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A random Qwen2 with untied embeddings, of about the size its name says."""
-
-    name: str
-    hidden: int
-    layers: int
-    ffn: int
-    vocabulary: int = 32_000
-
-    def write(self, folder: Path) -> None:
-        """A checkpoint of random weights with a tokenizer of no use."""
-        from make_tiny_model import tiny_tokenizer
-
-        config = Qwen2Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // 64,
-            num_key_value_heads=self.hidden // 64,
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-            dtype="float32",
-        )
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-
-
 SHAPES = [
     Shape("138M", 768, 12, 2176),
     Shape("520M", 1280, 22, 3456),
     Shape("17M", 128, 2, 256, 65_536),  # all in two large tensors
 ]
 COPIED_BYTES = 512 << 20  # beyond any cache, and small beside the models
-SMOKE = Shape("smoke", 64, 2, 128, 512)
 
 
 class Bench:

@@ -19,12 +19,13 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from bench_models import SMOKE, Shape
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from fsdprl import device, learn, mesh
@@ -38,40 +39,10 @@ from fsdprl.world import World
 LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A random Qwen2 of about the size its name says."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    ffn: int
-    vocabulary: int
-    tied: bool
-
-    def write(self, folder: Path) -> None:
-        """A checkpoint of random weights."""
-        config = Qwen2Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            max_position_embeddings=32768,
-            tie_word_embeddings=self.tied,
-            dtype="float32",
-        )
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 SHAPES = [
-    Shape("30M", hidden=384, layers=10, heads=6, ffn=1024, vocabulary=32_000, tied=True),
-    Shape("138M", hidden=768, layers=12, heads=12, ffn=2176, vocabulary=32_000, tied=False),
+    Shape("30M", hidden=384, layers=10, ffn=1024, tied=True, context=32_768),
+    Shape("138M", hidden=768, layers=12, ffn=2176, context=32_768),
 ]
-SMOKE = Shape("smoke", hidden=64, layers=2, heads=2, ffn=128, vocabulary=512, tied=True)
 
 Update = Callable[[], tuple[float, float]]
 """One whole update; returns (loss, gradient norm)."""
