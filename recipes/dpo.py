@@ -10,6 +10,7 @@ Shapes: B pairs of a step, N = 2 B rows; S learnt tokens packed on a rank.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import fsdprl as rl
@@ -40,9 +41,7 @@ class Config:
     weight_decay: float = 0.0  # decoupled, on matrices only
     max_grad_norm: float = 1.0  # clip of the global gradient norm; 0 never clips
     # the loss
-    losses: tuple[str, ...] = (
-        "sigmoid",
-    )  # of rl.preference.dpo_loss, or aot or aot_unpaired alone
+    losses: tuple[str, ...] = ("sigmoid",)  # of pairwise.py, or aot or aot_unpaired alone
     loss_weights: tuple[float, ...] = ()  # one a loss; none weighs all 1
     beta: float = 0.1  # how strongly the reference holds
     label_smoothing: float = 0.0  # probability that a label is wrong (cDPO, robust, exo_pair)
@@ -56,6 +55,7 @@ class Config:
     discopop_tau: float = 0.05  # of discopop
     bco_shift: bool = False  # of bco_pair: the running mean reward instead of 0
     wpo: bool = False  # weigh pairs by how likely the policy itself would write them
+    router_aux_coef: float = 0.0  # weight of the even use of experts (mixtures of experts)
     # the reference: a model of its own; the policy's log-probs before the first step; or none at all
     reference: Literal["model", "precomputed", "uniform"] = "model"
     reference_model: str = ""  # checkpoint of a reference of its own; empty: model
@@ -82,6 +82,8 @@ def main(cfg: Config) -> None:
         bco_shift=cfg.bco_shift,
         wpo=cfg.wpo,
     )
+    even = partial(rl.losses.router_balance_loss, coef=cfg.router_aux_coef)
+    balance = [even] if cfg.router_aux_coef else []
     run = rl.Run(cfg.run)
     form = rl.PreferenceFormat(
         path=cfg.data,
@@ -121,7 +123,7 @@ def main(cfg: Config) -> None:
         batch = train.batch(step, cfg.batch_size)
         reference.logprobs(batch)
         batch["weight"] = rl.weights.row_mean(batch["loss_tokens"])  # a mean over pairs
-        run.log(policy.forward_backward(batch, loss.of(batch, policy)))
+        run.log(policy.forward_backward(batch, [loss.of(batch, policy), *balance]))
         lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         run.log(policy.optim_step(lr=lr, **limits))
         reference.follow(policy, step)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tokens per second of a rollout through fsdprl's vLLM engine against `LLM.generate` on the same prompts.
 
-    python scripts/bench_rollout.py            # 30M parameters, 16 prompts x 8 answers of up to 128 new tokens
+    python scripts/bench_rollout.py            # 30M parameters, 8 prompts x 8 answers of up to 32 new tokens
     python scripts/bench_rollout.py --smoke
 
 `ours` is the verb that `sampler.generate()` sends: requests are made, tokens sampled, and every
@@ -9,7 +9,8 @@ answer becomes a row with its log-probs. `direct` hands the same prompts and sam
 a seed and the sampled token's log-prob a request, to the same engine's `LLM.generate` and throws the
 answers away. `plain` (with --plain) does so without seeds and log-probs, which training needs, to show
 what they cost. `inside` is the share of our time that the engine's `LLM.generate` takes, in the same call:
-unlike a ratio of two calls, it hardly depends on what else the machine does.
+unlike a ratio of two calls, it hardly depends on what else the machine does. CPU seconds depend on it less
+than seconds.
 
 One process, repeats interleaved, best of each; the answers are compared first. Run it on a machine
 that does nothing else.
@@ -18,7 +19,7 @@ that does nothing else.
 import argparse
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,39 @@ class Bench:
     def plain(self) -> list[list[int]]:
         return self.direct(as_ours=False)
 
-    def timed(self, way: str) -> tuple[float, float, list[list[int]]]:
-        """Generated tokens per second, share of the time inside LLM.generate, and the answers."""
+    def timed(self, way: str) -> "Call":
+        """One call, from an empty prefix cache."""
         self.llm.reset_prefix_cache()
-        self.inside, begin = 0.0, time.perf_counter()
+        self.inside, begin, used = 0.0, time.perf_counter(), time.process_time()
         answers = getattr(self, way)()
-        seconds = time.perf_counter() - begin
-        return sum(map(len, answers)) / seconds, self.inside / seconds, answers
+        seconds, used = time.perf_counter() - begin, time.process_time() - used
+        return Call(answers, seconds, used, self.inside / seconds)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Answers, and what they took."""
+
+    answers: list[list[int]]
+    seconds: float
+    cpu_seconds: float
+    inside: float
+    """Share of the seconds that went by inside LLM.generate."""
+
+
+def report(calls: dict[str, list[Call]], tokens: int, dtype: str) -> None:
+    """Print one line a way, from its best call."""
+    answers = len(calls["ours"][0].answers)
+    print(f"{answers} answers, {tokens:,} tokens, {dtype}, {torch.get_num_threads()} threads")
+    seconds = {way: min(call.seconds for call in made) for way, made in calls.items()}
+    cpu = {way: min(call.cpu_seconds for call in made) for way, made in calls.items()}
+    for way in calls:
+        print(
+            f"  {way:<7} {tokens / seconds[way]:10,.0f} tokens/s  {seconds['direct'] / seconds[way]:.3f} of direct"
+            f"    {tokens / cpu[way]:10,.0f} tokens per CPU second  {cpu['direct'] / cpu[way]:.3f} of direct"
+        )
+    inside = max(call.inside for call in calls["ours"])
+    print(f"  {inside:.4f} of our time is inside LLM.generate")
 
 
 def main() -> None:
@@ -103,29 +130,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure rollouts through vLLM.")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cache-mb", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--plain", action="store_true", help="also without seeds and log-probs")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     disable_progress_bar()
-    count, most = (32, 8) if args.smoke else (128, 128)
+    count, most = (32, 8) if args.smoke else (64, 32)
     with tempfile.TemporaryDirectory() as folder:
         (SMOKE if args.smoke else SIZE).write(Path(folder))
         bench = Bench(Path(folder), args, count, most)
     ways = ("ours", "direct", "plain")[: 3 if args.plain else 2]
-    _, _, expected = bench.timed("ours")  # warm-up
-    assert bench.timed("direct")[2] == expected, "the two ways sampled different answers"
-    best, inside = dict.fromkeys(ways, 0.0), 0.0
+    expected = bench.timed("ours").answers  # warm-up
+    assert bench.timed("direct").answers == expected, "the two ways sampled different answers"
+    calls: dict[str, list[Call]] = {way: [] for way in ways}
     for turn in range(args.repeats):
         for way in ways if turn % 2 else reversed(ways):
-            rate, share, _ = bench.timed(way)
-            best[way] = max(best[way], rate)
-            inside = max(inside, share) if way == "ours" else inside
-    tokens = sum(map(len, expected))
-    print(f"{len(expected)} answers, {tokens:,} tokens, {args.dtype}, {torch.get_num_threads()} threads")  # fmt: skip
-    for way, rate in best.items():
-        print(f"  {way:<7} {rate:10,.0f} tokens/s  {rate / best['direct']:.3f} of direct")
-    print(f"  {inside:.4f} of our time is inside LLM.generate")
+            calls[way].append(bench.timed(way))
+    report(calls, sum(map(len, expected)), args.dtype)
     worker.shutdown(bench.rank)
 
 

@@ -53,7 +53,9 @@ class Bench:
             rank, model="policy", path=str(path), kind="policy", dtype=args.dtype, seed=0,
             sharding=asdict(ShardingOptions()), optimizer=None if args.frozen else {"kind": "sgd"},
         )  # fmt: skip
-        options = EngineOptions(kind=args.engine, bucket_mb=args.bucket_mb, kv_cache_memory_bytes=64 << 20)  # fmt: skip
+        options = EngineOptions(
+            kind=args.engine, bucket_mb=args.bucket_mb, kv_cache_memory_bytes=256 << 20
+        )
         rollout.build(
             rank, kind=args.engine, path=str(path), options=asdict(options), dtype=args.dtype,
             max_model_len=256, seed=0, chat_template="",

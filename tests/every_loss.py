@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdprl import coupled, losses, preference
+from fsdprl import coupled, losses, preference, surrogates
 from fsdprl.losses import RowLoss, TokenLoss
 from tests.recipes.stage import ROOT, recipe
 
-DIFFERENTIATED = ("logp", "entropy", "value", "score")
+DIFFERENTIATED = ("logp", "entropy", "balance", "value", "score")
 """Columns of the forward pass that have a gradient; a loss's first column is one of them."""
 
 
@@ -30,7 +30,7 @@ def functions(module: Any) -> dict[str, Callable[..., Any]]:
 
 def library_losses() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
-    for module in (losses, preference, coupled):
+    for module in (losses, surrogates, preference, coupled):
         for name, function in functions(module).items():
             if inspect.signature(function).return_annotation in (RowLoss, TokenLoss):
                 found[name] = function
@@ -71,6 +71,7 @@ def columns(seed: int) -> dict[str, Tensor]:
         "unit": rows // 2 + 30,
         "chosen": rows % 2 == 1,
         "desirable": rows % 3 == 0,
+        "correct": rows % 3 != 0,
     }
     return {
         "segment": segment,
@@ -80,6 +81,7 @@ def columns(seed: int) -> dict[str, Tensor]:
         "logp_teacher": old + noise(0.5),
         "entropy": noise().abs(),
         "collision": -noise(0.3).abs(),
+        "balance": 2 + noise().abs(),
         "value": noise(),
         "value_old": noise(),
         "returns": noise(),

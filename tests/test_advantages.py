@@ -5,6 +5,7 @@ import torch
 
 from fsdprl.advantages import (
     batch_normalized,
+    decoupled,
     discounted_returns,
     gae,
     group_centered,
@@ -163,3 +164,20 @@ def test_token_functions_refuse_broadcasting():
     ):
         with pytest.raises(ValueError, match="one shape"):
             call()
+
+
+def test_decoupled_rewards_keep_their_say():
+    """Two groups of two; a wide reward and a narrow one, which applies to the first group and to one more row."""
+    group = torch.tensor([3, 3, 8, 8])
+    wide, narrow = t(0, 100, 40, 20), t(0.2, 0.1, float("nan"), 0.7)
+    # (x - mean) / std of two numbers is +-0.7071; a group of one gives 0
+    root = 0.5**0.5
+    total = t(-root + 2 * root, root - 2 * root, root, -root)
+    wanted = (total - total.mean()) / total.std()
+    found = decoupled([wide, narrow], group, weights=[1.0, 2.0], eps=1e-12)
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-9)
+    summed = group_normalized(wide + 2 * narrow.nan_to_num(), group)
+    assert found[0] > 0 > summed[0]  # summed first, the wide one decides alone
+    assert decoupled([t(1, 1, 2, 2)], group).tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="1 weights for 2 rewards"):
+        decoupled([wide, narrow], group, weights=[1.0])

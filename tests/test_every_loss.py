@@ -19,6 +19,7 @@ from tests.every_loss import DIFFERENTIATED, columns, every_loss, settings
 NEEDED: dict[str, dict[str, Any]] = {
     "kl_penalty": {"coef": 1.0},
     "entropy_bonus": {"coef": 1.0},
+    "router_balance_loss": {"coef": 1.0},
     "grpo.surrogate": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
 }
 """Options without a default."""
@@ -28,7 +29,8 @@ OTHER: dict[str, Any] = {
     "kind": "k2", "clamp": True, "clip": 0.9, "beta": 0.4, "label_smoothing": 0.2, "rpo_alpha": 1.0, "ld_alpha": 0.3,
     "f_divergence": "forward_kl", "losses": ["ipo"], "cpo_alpha": 0.3, "gamma": 0.2, "center": 0.1, "baseline": 0.7,
     "desirable_weight": 2.0, "undesirable_weight": 2.0, "loss_weights": [0.5], "f_alpha": 0.2, "discopop_tau": 0.5,
-    "shift": 0.5,
+    "shift": 0.5, "tau": 0.2, "tau_positive": 2.0, "tau_negative": 2.0, "half_life": 2.0, "weight_low": 0.9,
+    "weight_high": 1.05, "safe_ratio": 1.02,
 }  # fmt: skip
 """Option -> another value. A new option fails here until it has one."""
 CONTEXT: dict[str, dict[str, Any]] = {

@@ -83,6 +83,22 @@ def test_timings_by_hand():
     )
 
 
+def test_what_begins_after_the_old_log_probs_does_not_overlap_them():
+    """G.1: from the later of its start and their end; advantages always from their end."""
+    spans = [
+        Span("old_log_p", 1.0, 3.0),
+        Span("reward_model", 0.5, 2.0),
+        Span("rule_reward", 4.0, 4.5),
+        Span("adv", 5.0, 6.0),
+    ]
+    seconds = timings(spans, 0.0, 10.0)
+    hidden = {
+        name: seconds[f"timing/non_overlap_{name}"]
+        for name in ("reward_model", "rule_reward", "adv")
+    }
+    assert hidden == {"reward_model": 0.0, "rule_reward": 0.5, "adv": 3.0}
+
+
 def test_identity_of_colocated_models():
     """G.1: nothing is counted twice where reference and rules are done before the old log-probs, as recipes do."""
     order = (

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     GraniteConfig,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from fsdprl import models
 from fsdprl.attention import plan_segments
@@ -183,6 +184,43 @@ def test_activation_checkpointing_changes_nothing(architecture):
         backward.join()
         grads.append(gradients(model))
     assert_same_gradients(grads[1], grads[0], 1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_balance_is_transformers_load_balancing_loss_of_each_row_and_layer(recompute):
+    path = tiny.checkpoint("qwen3_moe")
+    model, own = (
+        solo.load(path, dtype="float64", activation_checkpointing=recompute),
+        solo.reference(path, "float64"),
+    )
+    rows = solo.rows(30, 5, 17)
+    logp, beside = model(pack(rows, solo.CPU), also=("balance", "entropy"))
+    assert beside.keys() == {"balance", "entropy"}
+    want = []
+    for ids, mask, _ in rows:
+        said = own(input_ids=ids.long()[None], use_cache=False, output_router_logits=True)
+        layers = [load_balancing_loss_func((logits,), 4, 2) for logits in said.router_logits]
+        want += [torch.stack(layers).mean().double()] * int(mask.sum())  # float32 in there
+    assert len(said.router_logits) == 2
+    torch.testing.assert_close(beside["balance"], torch.stack(want), rtol=0, atol=2e-6)
+    weights = torch.linspace(-1, 1, len(want), dtype=torch.float64)
+    ((weights * beside["balance"]).sum() + 0.0 * logp.sum()).backward()
+    (weights * torch.stack(want)).sum().backward()
+    mine, theirs = gradients(model), gradients(own)
+    routers = [name for name in theirs if name.endswith("gate.weight")]
+    assert len(routers) == 2
+    for name in routers:
+        scale = float(theirs[name].abs().max())
+        assert scale > 1e-6
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-5 * scale)
+
+
+def test_balance_without_rows_and_without_routers():
+    model = solo.load(tiny.checkpoint("qwen3_moe"))
+    _, beside = model(pack([], solo.CPU), also=("balance",))
+    assert beside["balance"].shape == (0,)
+    with pytest.raises(UserError, match="--router-aux-coef: qwen2 is no mixture of experts"):
+        solo.load(tiny.checkpoint("qwen2"))(solo.packed(4), also=("balance",))
 
 
 def test_activation_checkpointing_keeps_less():

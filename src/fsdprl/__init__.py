@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fsdprl import preference as preference
     from fsdprl import rewards as rewards
     from fsdprl import schedules as schedules
+    from fsdprl import surrogates as surrogates
     from fsdprl import tools as tools
     from fsdprl import weights as weights
     from fsdprl.batch import Batch as Batch
@@ -124,6 +125,7 @@ MODULES = (
     "preference",
     "rewards",
     "schedules",
+    "surrogates",
     "tools",
     "weights",
 )

@@ -5,6 +5,8 @@ made for Batch.apply (positional parameters are column names, every column is [S
 sums over the whole batch from Batch.reduce.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -77,6 +79,24 @@ def batch_normalized(reward: Tensor, *, eps: float = 1e-8) -> Tensor:
     if len(reward) < 2:
         return torch.zeros_like(reward)
     return (reward - reward.mean()) / (reward.std() + eps)
+
+
+def decoupled(
+    rewards: Sequence[Tensor], group: Tensor, *, weights: Sequence[float] = (), eps: float = 1e-4
+) -> Tensor:
+    """Each reward normalised inside its groups, then their weighted sum over the batch (GDPO, Liu et al. 2026).
+
+    arXiv 2601.05242, eq. 4-6: rewards of different scale or spread keep their say, where the sum of them
+    would be the widest one's. [N] float64. rewards: one [N] each; NaN where one does not apply, which adds 0
+    and is left out of its group. weights: one a reward; none is all 1. eps: 1e-4 in TRL, 1e-8 in ms-swift.
+    """
+    if weights and len(weights) != len(rewards):
+        raise ValueError(f"{len(weights)} weights for {len(rewards)} rewards")
+    total = torch.zeros(len(group), dtype=torch.float64)
+    for weight, reward in zip(weights or [1.0] * len(rewards), rewards, strict=True):
+        applies = ~reward.isnan()
+        total[applies] += weight * group_normalized(reward[applies], group[applies], eps=eps)
+    return batch_normalized(total, eps=eps)
 
 
 # ---- on the workers: token columns, row by row -------------------------------------------------

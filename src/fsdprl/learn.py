@@ -24,7 +24,7 @@ from fsdprl.segments import row_count
 from fsdprl.shards import numel_of
 from fsdprl.worker import Worker
 
-BESIDE = ("entropy", "collision")
+BESIDE = ("entropy", "collision", "balance")
 """What the forward pass of a policy makes beside log-probs, if asked."""
 MODEL_COLUMNS = ("logp", *BESIDE, "value", "score")
 """Names a loss may ask for that the forward pass makes."""

@@ -6,7 +6,8 @@ The contract of every loss, here, in preference.py and in recipes:
   hyperparameters. It runs on the workers, once per microbatch, over S loss tokens of R rows.
 - Every column is [S], over the loss tokens of rows whose weight is not zero; masked tokens are
   gone before. A sample column (advantage, label, unit, ...) has its row's number on every token.
-  Names made by the forward pass: `logp`, `entropy`, `value`, and `score`, the one that is [R];
+  Names made by the forward pass: `logp`, `entropy`, `balance` (the row's), `value`, and `score`, the one
+  that is [R];
   `segment` is the row ordinal of each token (see segments.py for row sums).
 - A token-level loss returns (loss [S], {metric: [S]}). A row-level one returns a RowLoss of [R];
   where rows form pairs, both rows carry their pair's number, so that weights stay 1 / N a row.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .kl import KLKind, kl_estimate
-from .segments import row_count, segment_mean
+from .segments import row_count, segment_first, segment_mean
 
 LOG_RATIO_BOUND = 20.0
 """|log ratio| is cut here before exp: e^20 is far outside every clip range, and stays finite."""
@@ -220,6 +221,16 @@ def kl_penalty(
 def entropy_bonus(entropy: Tensor, *, coef: float) -> TokenLoss:
     """-coef * entropy of the next-token distribution (nats). Metric: entropy."""
     return -coef * entropy, {"entropy": entropy.detach()}
+
+
+def router_balance_loss(balance: Tensor, segment: Tensor, *, coef: float) -> RowLoss:
+    """coef * how unevenly a row uses a mixture of experts (routing.router_balance), beside a row-level loss.
+
+    Metric: router_balance, at least about the number of experts a token goes to; that is even use.
+    """
+    check_shapes(balance=balance, segment=segment)
+    row = segment_first(balance, segment, row_count(segment))
+    return RowLoss(coef * row, {"router_balance": row.detach()})
 
 
 # ---- likelihood and values ---------------------------------------------------------------------

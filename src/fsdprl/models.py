@@ -26,6 +26,7 @@ from fsdprl.errors import UserError
 from fsdprl.heads import head_logp
 from fsdprl.options import ShardingOptions
 from fsdprl.parallel import parallelize, reshard
+from fsdprl.routing import experts_per_token, router_balance
 
 Kind = Literal["policy", "value", "reward"]
 
@@ -118,17 +119,21 @@ class PackedModel(nn.Module):
     def forward(
         self, packed: Packed, *, also: Collection[str] = ()
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """policy: (log-probs [S], {name: [S]} of "entropy" and "collision" as far as `also` names them),
-        float32 or float64; see head_logp.
+        """policy: (log-probs [S], {name: [S]} of "entropy", "collision" and "balance" as far as `also`
+        names them), float32 or float64; see head_logp. balance: the row's router_balance on each of its
+        loss tokens; UserError for a model without routers.
 
         value: (value [S] of the state before each loss token, {}). reward: (score [R], {}) at the
         last token of each row. Differentiable; empty results stay connected to the graph.
         """
-        hidden_TH = self._body(
+        routers = "balance" in also
+        output = self._body(
             packed.ids,
+            routers=routers and experts_per_token(self.hf.config) > 0,
             position_ids=packed.positions[None],
             segments=plan_segments(packed.lengths, packed.ids.device),
         )
+        hidden_TH = output.last_hidden_state[0]
         if self.kind == "reward":
             ends = torch.tensor(packed.lengths).cumsum(0)[: packed.rows] - 1
             return self._score(hidden_TH[ends.to(hidden_TH.device)]), {}
@@ -136,15 +141,16 @@ class PackedModel(nn.Module):
         if self.kind == "value":
             return self._score(hidden_SH), {}
         head = self.hf.get_output_embeddings()
-        return head_logp(
+        logp, beside = head_logp(
             hidden_SH,
             head.weight,
             getattr(head, "bias", None),
             packed.ids[packed.target],
             packed.temperature if packed.tempered else None,
             chunk_tokens=self.head_chunk_tokens,
-            also=also,
+            also=[name for name in also if name != "balance"],
         )
+        return logp, beside | ({"balance": self._balance(output, packed)} if routers else {})
 
     def unpacked(self, ids_L: Tensor) -> Tensor:
         """What forward must agree with, computed for one row [L] alone in transformers' own way.
@@ -163,18 +169,26 @@ class PackedModel(nn.Module):
                 return (
                     self.hf(input_ids=ids_L[None], use_cache=False).logits[0].to(_wide(self.dtype))
                 )
-            return self._score(self._body(ids_L)[:-1])
+            return self._score(self._body(ids_L).last_hidden_state[0, :-1])
         finally:
             config._attn_implementation = IMPLEMENTATION
 
-    def _body(self, ids: Tensor, **arguments: Any) -> Tensor:
-        """Last hidden state [T, H]. A cache or an attention mask would be silently wrong here."""
-        if getattr(self.hf.config, "output_router_logits", False):
-            arguments["output_router_logits"] = False
-        output = self.hf.base_model(
+    def _body(self, ids: Tensor, *, routers: bool = False, **arguments: Any) -> Any:
+        """What the model without its head makes: last_hidden_state [1, T, H] and, if asked for, each
+        layer's router_logits [T, E]. A cache or an attention mask would be silently wrong here."""
+        if routers or getattr(self.hf.config, "output_router_logits", False):
+            arguments["output_router_logits"] = routers
+        return self.hf.base_model(
             input_ids=ids[None], attention_mask=None, use_cache=False, **arguments
         )
-        return output.last_hidden_state[0]
+
+    def _balance(self, output: Any, packed: Packed) -> Tensor:
+        """Each row's router_balance on its loss tokens, [S]. A loss of it must depend on the log-probs too,
+        be it 0 times: FSDP gathers a layer for backward when its output's gradient comes by."""
+        chosen = experts_per_token(self.hf.config)
+        balance_R = router_balance(output.router_logits, packed.lengths, chosen)
+        row_T = torch.arange(len(packed.lengths)).repeat_interleave(torch.tensor(packed.lengths))
+        return balance_R[row_T.to(packed.target.device)[packed.target]]
 
     def _score(self, hidden: Tensor) -> Tensor:
         # one label: the sum only drops the dimension, and unlike a view FSDP can hook it safely

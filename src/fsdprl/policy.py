@@ -19,7 +19,11 @@ from fsdprl.functions import positional_names
 from fsdprl.options import DType, ShardingOptions
 from fsdprl.run_saves import collect
 
-MADE = {"policy": ("logp", "entropy", "collision"), "value": ("value",), "reward": ("score",)}
+MADE = {
+    "policy": ("logp", "entropy", "collision", "balance"),
+    "value": ("value",),
+    "reward": ("score",),
+}
 """Columns that a forward pass makes and a loss may ask for by name."""
 UNTAKEN = "the update was not taken and no weight has changed"
 

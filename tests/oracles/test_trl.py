@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdprl import coupled, losses, preference, weights
+from fsdprl import coupled, losses, preference, surrogates, weights
 from fsdprl.heads import head_logp
 from tests.oracles.ragged import Ragged, reduced, same
 
@@ -314,6 +314,7 @@ GRPO = {
     "dr_grpo": lambda tokens: weights.fixed_length(tokens, 16),
     "dapo": weights.token_mean,
     "cispo": weights.token_mean,
+    "sapo": weights.sequence_mean,
 }
 
 
@@ -335,6 +336,8 @@ def test_grpo_losses(loss: str, level: str, delta: float | None, seed: int):
         columns = (rows.pack(logp), rows.pack(old), rows.spread(advantage))
         if loss == "cispo":
             term = losses.cispo_loss(*columns, ratio_low=0.0, ratio_high=high)
+        elif loss == "sapo":
+            term = surrogates.sapo_loss(*columns, tau_positive=1.3, tau_negative=1.7)
         elif level == "token":
             term = losses.clipped_surrogate(*columns, clip_low=0.2, clip_high=high, dual_clip=delta)
         else:
@@ -348,7 +351,10 @@ def test_grpo_losses(loss: str, level: str, delta: float | None, seed: int):
         them = trainer(
             loss_type=loss, importance_sampling_level=level, beta=0.04, epsilon_low=0.2, epsilon_high=high,
             top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=16,
-            args=SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1),
+            args=SimpleNamespace(
+                delta=delta, use_bias_correction_kl=False, steps_per_generation=1, sapo_temperature_pos=1.3,
+                sapo_temperature_neg=1.7,
+            ),
             vllm_importance_sampling_correction=False, current_gradient_accumulation_steps=1,
             _entropy_bonus_enabled=False,
             _get_per_token_logps_and_entropies=lambda *_, **__: (logp, torch.zeros_like(logp), None),

@@ -66,6 +66,9 @@ POLICY_LOSSES = {
     "dual_clip": partial(rl.losses.clipped_surrogate, clip_low=0.05, clip_high=0.1, dual_clip=1.2),
     "gspo": rl.losses.gspo_surrogate,
     "cispo": partial(rl.losses.cispo_loss, ratio_high=1.1),
+    "sapo": partial(rl.surrogates.sapo_loss, tau_negative=2.0),
+    "topr": rl.surrogates.topr_loss,
+    "fipo": partial(rl.surrogates.fipo_surrogate, half_life=3.0, weight_low=0.8),
     "policy_gradient": rl.losses.policy_gradient,
     "reweighed": reweighed,
     "distill": partial(rl.losses.distill_loss),
@@ -83,8 +86,10 @@ FREE = {
     "orpo": rl.preference.orpo_loss,
     "reference_free": rl.preference.dpo_reference_free_loss,
     "wpo": partial(rl.preference.dpo_wpo_loss, rpo_alpha=0.2),
+    "real": rl.surrogates.real_loss,
+    "mirror descent": rl.surrogates.mirror_descent_loss,
 }
-"""Losses of pairs besides dpo_loss, which is run under each of its names."""
+"""Losses of rows besides dpo_loss, which is run under each of its names."""
 COUPLED = {
     "aot": rl.PairLoss(["aot"], beta=0.3, label_smoothing=0.1),
     "aot_unpaired": rl.PairLoss(["aot_unpaired"]),
@@ -137,6 +142,7 @@ def make_batch(examples, policy, critic) -> rl.Batch:
     batch.apply(partial(value_before, scale=0.3), out="value_old")
     batch["reward"] = torch.cos(order)
     batch["desirable"] = torch.arange(count) % 3 == 0
+    batch["correct"] = ~batch["desirable"]
     batch["margin"] = 0.1 * (torch.arange(count) // 2).double()
     batch.rebalance(2, seed=1)
     whitened_advantages(batch)
@@ -203,6 +209,12 @@ def cases(batch, policy, critic, judge):
         smooth = "label_smoothing" in inspect.signature(kind).parameters
         options = {"losses": [name]} | ({"label_smoothing": 0.1} if smooth else {})
         found[f"pair {name}"] = (policy, pairs, partial(rl.preference.dpo_loss, **options))
+    if "num_experts" in (Path(policy.path) / "config.json").read_text():
+        found["router"] = (
+            policy,
+            pairs,
+            partial(rl.losses.router_balance_loss, coef=0.5),
+        )
     for name, loss in FREE.items():
         found[f"pair {name}"] = (policy, pairs, loss)
     for name in ("bradley_terry_loss", "bradley_terry_margin_loss"):

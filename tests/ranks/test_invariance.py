@@ -90,8 +90,9 @@ def test_losses_move_the_model_and_differ(folder: Path):
 
 
 def test_no_loss_is_missing(folder: Path):
-    alone = results(folder / "64", "qwen2_tied", 1, "float64")
-    assert alone["losses"].keys() >= library_losses().keys()
+    ran = results(folder / "64", "qwen2_tied", 1, "float64")["losses"].keys()
+    ran |= results(folder / "32", "qwen3_moe", 1, "float32")["losses"].keys()
+    assert ran >= library_losses().keys()
 
 
 def test_advantages_are_whitened_over_the_whole_batch(folder: Path):
@@ -102,5 +103,6 @@ def test_advantages_are_whitened_over_the_whole_batch(folder: Path):
 
 
 def test_float32_on_two_ranks(folder: Path):
-    alone = results(folder / "32", "qwen3", 1, "float32")
-    compare(alone, results(folder / "32", "qwen3", 2, "float32"), 1e-5)
+    """A mixture of experts, whose routers are balanced row by row."""
+    alone = results(folder / "32", "qwen3_moe", 1, "float32")
+    compare(alone, results(folder / "32", "qwen3_moe", 2, "float32"), 1e-5)

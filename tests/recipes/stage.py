@@ -67,7 +67,11 @@ class Network(nn.Module):
         wave = wave[packed.target]
         if self.kind == "value":
             return wave * self.weight, {}
-        others = {"entropy": 1 + 0.3 * wave, "collision": -0.7 + 0.2 * wave.detach()}
+        others = {
+            "entropy": 1 + 0.3 * wave,
+            "collision": -0.7 + 0.2 * wave.detach(),
+            "balance": 2 + 0.1 * wave,
+        }
         return -1 - 0.5 * wave / packed.temperature, {name: others[name] for name in also}
 
 
