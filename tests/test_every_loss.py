@@ -20,7 +20,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "kl_penalty": {"coef": 1.0},
     "entropy_bonus": {"coef": 1.0},
     "router_balance_loss": {"coef": 1.0},
-    "grpo.surrogate": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+    **{
+        f"{recipe}.surrogate": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
+        for recipe in ("grpo", "grpo_tools", "grpo_self_correct")
+    },
 }
 """Options without a default."""
 SMOOTHED = {"label_smoothing": 0.01}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .kl import KLKind, kl_estimate
-from .segments import row_count, segment_first, segment_mean
+from .segments import row_count, segment_mean
 
 LOG_RATIO_BOUND = 20.0
 """|log ratio| is cut here before exp: e^20 is far outside every clip range, and stays finite."""
@@ -229,7 +229,7 @@ def router_balance_loss(balance: Tensor, segment: Tensor, *, coef: float) -> Row
     Metric: router_balance, at least about the number of experts a token goes to; that is even use.
     """
     check_shapes(balance=balance, segment=segment)
-    row = segment_first(balance, segment, row_count(segment))
+    row = segment_mean(balance, segment, row_count(segment))
     return RowLoss(coef * row, {"router_balance": row.detach()})
 
 

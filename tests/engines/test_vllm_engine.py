@@ -34,7 +34,7 @@ TIMEOUT_S = 1500
 
 
 @functools.cache
-def measured(kind: str, tp: int = 1, checks: str = "all") -> list[dict[str, Any]]:
+def measured(kind: str, tp: int = 1, checks: str = "all", *more: str) -> list[dict[str, Any]]:
     """What vllm_parity.py found, by rank."""
     out = Path(tempfile.mkdtemp(prefix="fsdprl-vllm-")) / "found.json"
     launch = [sys.executable]
@@ -49,7 +49,7 @@ def measured(kind: str, tp: int = 1, checks: str = "all") -> list[dict[str, Any]
     ]
     paths = [str(HERE.parents[1] / "src"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [*command, f"--checks={checks}"],
+        [*command, f"--checks={checks}", *more],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -119,6 +119,19 @@ def test_engine_in_one_process(kind):
     # statistics
     assert found["ticks"] >= 12
     assert found["cache_hit_rate"] > 0.3
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("qwen2_tied", marks=[*needs_vllm, pytest.mark.slow]),
+        pytest.param("qwen3_moe", marks=[*needs_vllm, pytest.mark.slow]),
+    ],
+)
+def test_a_compiled_engine(kind):
+    """Compiled code holds weights by address; the fresh engines are compiled as well."""
+    (found,) = measured(kind, 1, "pulls", "--compiled", "--pulls=2")
+    assert_parity(found)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ STEPS = 12
 class Ranks:
     """The trainer's side: a whole model on every rank, and this rank's requests."""
 
-    def __init__(self, kind: str, tp: int) -> None:
-        self.kind, self.tp, self.world = kind, tp, World.from_env()
+    def __init__(self, kind: str, tp: int, compiled: bool) -> None:
+        self.kind, self.tp, self.compiled, self.world = kind, tp, compiled, World.from_env()
         if self.world.torchrun:
             dist.init_process_group("gloo")
         else:
@@ -121,7 +121,7 @@ class Fresh:
                 folder,
                 tensor_parallel_size=ranks.tp,
                 distributed_executor_backend="external_launcher",
-                enforce_eager=True,
+                enforce_eager=not ranks.compiled,
                 kv_cache_memory_bytes=64 << 20,
                 dtype="float32",
                 max_model_len=MAX_LEN,
@@ -416,12 +416,13 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pulls", type=int, default=5)
     parser.add_argument("--checks", default="all")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ranks = Ranks(arguments.kind, arguments.tp)
+    ranks = Ranks(arguments.kind, arguments.tp, arguments.compiled)
     before, set_threads = random_state(), torch.set_num_threads
-    engine = ranks.build()
+    engine = ranks.build(enforce_eager=not arguments.compiled)
     found: dict[str, Any] = {
         "built_rng_unchanged": random_state() == before,
         "threads_restored": torch.set_num_threads is set_threads and torch.get_num_threads() == 1,
