@@ -47,7 +47,7 @@ faults *args:
 
 # Every recipe, interrupted, killed and started again, is the run nobody disturbed. Ten minutes.
 resume:
-    .venv/bin/python -m pytest -m "slow or not slow" tests/recipes/test_exact_resume.py
+    .venv/bin/python -m pytest -m "slow or not slow" tests/recipes/test_exact_resume.py tests/recipes/test_two_hosts.py
     test ! -x .venv-vllm/bin/python || .venv-vllm/bin/python -m pytest -m "vllm and slow" tests/engines/test_vllm_recipes.py -k resumes
 
 # Kill a run at random moments 50 times, with automatic restarts: its weights must be the undisturbed run's.

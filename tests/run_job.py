@@ -71,7 +71,7 @@ class Job:
         if not recipe.exists():
             recipe.write_text("print('recipe')\n")
         self.controller = Controller(
-            World(size=2),
+            World(size=2, local_size=2),
             flags=Flags(dry_run=dry),
             config=dict(CONFIG if config is None else config),
             recipe=recipe,

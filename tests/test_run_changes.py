@@ -181,7 +181,7 @@ def test_a_restart_by_torchrun_continues_whatever_resume_says(tmp_path):
     out = tmp_path / "run"
     killed_at(out, 5, resume="never")
     again = Job(out, resume="never")
-    again.controller.world = type(again.controller.world)(size=2, restart=1)
+    again.controller.world = type(again.controller.world)(size=2, local_size=2, restart=1)
     assert again.open().run.restored == 4
     again.abandon()
     back = Job(out, resume=str(out / "checkpoints" / "step-000002"))

@@ -2,7 +2,7 @@
 
 Every rank reads the slices it owns, and writes the byte ranges it owns into files whose layout all
 ranks compute alike: no gather and no collective, so a snapshot can be written behind the training's
-back. All ranks of a model must see the same folders: several nodes need a shared disk.
+back. All ranks of a model must see the same folders; where hosts share no disk, `ferry.py` sees to that.
 This file reads; checkpoint_save.py writes.
 """
 

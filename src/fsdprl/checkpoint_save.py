@@ -7,7 +7,7 @@ files only, so it can run in a thread while training goes on.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,6 +36,8 @@ from fsdprl.safetensors_file import (
 )
 from fsdprl.shards import LocalShard, as_dtype, clean_name, is_lead, model_shards, tensor_shards
 
+Put = Callable[[Path, Iterable[tuple[int, Tensor]], Tally], None]
+"""Writes (byte position, contiguous CPU tensor) chunks into a file."""
 FILE_BYTES = 5_000_000_000
 # What a checkpoint has beside its weights, as transformers and vLLM read it.
 SIDE_FILES = (
@@ -182,22 +184,31 @@ def take_snapshot(model: Any, plan: SavePlan) -> Snapshot:
 
 
 def write_snapshot(
-    snapshot: Snapshot, out_dir: str | Path, moved: Callable[[], None] = lambda: None
+    snapshot: Snapshot,
+    out_dir: str | Path,
+    moved: Callable[[], None] = lambda: None,
+    *,
+    put: Put = write_ranges,
 ) -> dict[str, Tally]:
     """Write this rank's bytes into the files under `out_dir` and fsync them. No communication.
 
     The checkpoint is complete when every rank has returned. Returns what it wrote, by path, hashed on the way.
-    moved: called after each piece. Raises OSError naming the file.
+    moved: called after each piece. put: how this rank's ranges get there. Raises OSError naming the file.
     """
-    return _write(iter(snapshot.chunks), snapshot.plan, Path(out_dir), snapshot.lead, moved)
+    return _write(iter(snapshot.chunks), snapshot.plan, Path(out_dir), snapshot.lead, moved, put)
 
 
 def stream_snapshot(
-    model: Any, plan: SavePlan, out_dir: str | Path, moved: Callable[[], None] = lambda: None
+    model: Any,
+    plan: SavePlan,
+    out_dir: str | Path,
+    moved: Callable[[], None] = lambda: None,
+    *,
+    put: Put = write_ranges,
 ) -> dict[str, Tally]:
     """`take_snapshot` and `write_snapshot` in one, parameter by parameter: extra memory is one shard."""
     chunks = _chunks(_shards_of(model), plan, own=False)
-    return _write(chunks, plan, Path(out_dir), _is_lead(model), moved)
+    return _write(chunks, plan, Path(out_dir), _is_lead(model), moved, put)
 
 
 def save_checkpoint(
@@ -277,9 +288,11 @@ def _write(
     out_dir: Path,
     lead: bool,
     moved: Callable[[], None],
+    put: Put,
 ) -> dict[str, Tally]:
     """Nobody waits for anybody: each rank creates the files it needs, and ranges do not meet."""
-    out_dir.mkdir(parents=True, exist_ok=True)
+    if put is write_ranges:
+        out_dir.mkdir(parents=True, exist_ok=True)
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
     if lead:
         for layout in plan.layouts:
@@ -295,7 +308,7 @@ def _write(
 
     for number, of_file in groupby(chunks, key=lambda chunk: chunk[0]):
         path = out_dir / plan.layouts[number].name
-        write_ranges(path, pieces(of_file), tallies[str(path)])
+        put(path, pieces(of_file), tallies[str(path)])
     if lead:
         sync_folder(out_dir)
     return dict(tallies)

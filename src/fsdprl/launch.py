@@ -64,7 +64,9 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         cfg, flags = config.parse(config_class, sys.argv[1:], quiet=world.rank != 0)
         fields = dataclasses.asdict(cfg)  # pyright: ignore[reportArgumentType]
         options = getattr(cfg, "run", None)
-        if isinstance(options, RunOptions) and not flags.dry_run:
+        # Of several hosts only that of rank 0 may have the folder: Run looks, when all are connected.
+        alone = world.local_size == world.size and not flags.dry_run
+        if isinstance(options, RunOptions) and alone:
             preflight(options, fields, quiet=world.rank != 0, restarted=world.restart > 0)
         recipe = Path(str(getattr(sys.modules[main.__module__], "__file__", None))).resolve()
         if not recipe.is_file():

@@ -1,7 +1,6 @@
 """Worker verbs over models: build, log-probs, values, forward_backward, optim_step, load."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from fsdprl.checkpoint_files import find_checkpoint
 from fsdprl.checkpoint_io import load_tensors, load_weights
 from fsdprl.checkpoint_save import narrowed_tensors, save_plan
 from fsdprl.errors import NonFiniteError
+from fsdprl.ferry import here
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.losses import RowLoss
 from fsdprl.mesh import shard_mesh
@@ -250,7 +250,7 @@ def drop_gradient(worker: Worker, *, model: str) -> None:
 def load(worker: Worker, *, model: str, path: str, optimizer: bool = True) -> None:
     """Put a saved step (see writing.save) back into the live model: weights, float32 masters where the files are
     narrower, and the optimizer's state if it has one and is to get it."""
-    m, folder = worker.models[model], Path(path)
+    m, folder = worker.models[model], here(worker, path)
     load_weights(m.network, folder)
     if m.optimizer is not None and optimizer:
         m.optimizer.load_state_tensors(

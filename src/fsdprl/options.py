@@ -129,7 +129,8 @@ class RunOptions:
     """The run folder, checkpoints, logging and deadlines."""
 
     out: str = "runs/run"
-    """Folder of the run, on storage that all hosts share: config, metrics, completions, plots, checkpoints."""
+    """Folder of the run: config, metrics, completions, plots, checkpoints. Best on storage that all hosts share; where
+    they share none it is on that of rank 0, and what the others write goes there."""
     save_every: int = 100
     """Steps between checkpoints (0: only at the end)."""
     keep: int = 0

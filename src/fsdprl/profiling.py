@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.profiler import profile
 
+from fsdprl.ferry import deliver
 from fsdprl.worker import Worker
 
 
@@ -19,8 +21,10 @@ def stop(worker: Worker, *, out: str) -> None:
     """End the trace and write it as rank-00000.json, which chrome://tracing and Perfetto read."""
     profiler = worker.state.pop("profiler")
     profiler.__exit__(None, None, None)
-    Path(out).mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(Path(out) / f"rank-{worker.world.rank:05d}.json"))
+    name = f"rank-{worker.world.rank:05d}.json"
+    with TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(str(Path(folder) / name))
+        deliver(worker, Path(out) / name, (Path(folder) / name).read_bytes())
 
 
 VERBS: dict[str, Callable[..., Any]] = {"profile_start": start, "profile_stop": stop}

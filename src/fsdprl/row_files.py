@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdprl.exchange import decode_rows, encode_rows
+from fsdprl.ferry import deliver, here
 from fsdprl.worker import Worker
 
 
@@ -17,17 +18,18 @@ def file_of(folder: str, rank: int) -> Path:
 
 def save(worker: Worker, *, rows: Tensor, names: Tensor, folder: str) -> None:
     """Write these rows under these names, in the encoding in which ranks trade them."""
+    data = b""
     if len(rows):
         named = zip(names.tolist(), rows.tolist(), strict=True)
-        encoded = encode_rows([(name, worker.store.rows[i]) for name, i in named])
-        file_of(folder, worker.world.rank).write_bytes(encoded.numpy().tobytes())
+        data = encode_rows([(name, worker.store.rows[i]) for name, i in named]).numpy().tobytes()
+    deliver(worker, file_of(folder, worker.world.rank), data)
 
 
 def load(worker: Worker, *, folder: str, saved_by: Sequence[int], old: Tensor, new: Tensor) -> None:
     """Put the rows that these ranks saved under `old` names into the store, under new ids."""
     names = dict(zip(old.tolist(), new.tolist(), strict=True))
     for rank in saved_by:
-        data = bytearray(file_of(folder, rank).read_bytes())
+        data = bytearray(here(worker, file_of(folder, rank)).read_bytes())
         for row_id, row in decode_rows(torch.frombuffer(data, dtype=torch.uint8)):
             worker.store.put(names[row_id], row)
 

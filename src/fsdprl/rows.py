@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fsdprl import ferry
 from fsdprl.exchange import exchange_rows
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.mesh import cpu_group
@@ -204,8 +205,6 @@ def write_completions(
     worker: Worker, *, rows: Tensor, path: str, step: int, samples: dict[str, Tensor]
 ) -> None:
     """Append one JSON line a row to this rank's own shard of the completions folder."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     columns = {name: values.tolist() for name, values in samples.items()}
     lines = []
     for i, sample in enumerate(samples_of(worker, rows.tolist())):
@@ -221,9 +220,10 @@ def write_completions(
         line |= {name: values[i] for name, values in columns.items()}
         # a reward that does not apply is NaN, which becomes null
         lines.append(msgspec.json.encode(line, enc_hook=str).decode() + "\n")
-    with (folder / f"rank-{worker.world.rank:05d}.jsonl").open("ab") as file:
-        # All at once: one look for what is secret, however many rows.
-        file.write(redacted("".join(lines), prose=True).encode())
+    # All at once: one look for what is secret, however many rows.
+    text = redacted("".join(lines), prose=True)
+    file = Path(path) / f"rank-{worker.world.rank:05d}.jsonl"
+    ferry.deliver(worker, file, text.encode(), append=True)
 
 
 VERBS: dict[str, Callable[..., Any]] = {

@@ -28,6 +28,7 @@ from fsdprl.plots import Plots
 from fsdprl.records import JsonLines, read_lines
 from fsdprl.run_checkpoints import Tracked
 from fsdprl.run_folder import RunFolder, finished_message, profile_window
+from fsdprl.run_hosts import Hosts
 from fsdprl.run_saves import Best, Saves
 from fsdprl.tracker import Trackers
 
@@ -72,6 +73,7 @@ class Run:
         if self.folder.finished:
             self.console.say(finished_message(options))
             raise SystemExit(0)
+        self.hosts = Hosts(self.path, self.console.say)
         self.folder.check_space(str(self.folder.config.get("model", "")))
         self.folder.set_status("running", phase="starting", step=self.restored)
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
@@ -168,7 +170,8 @@ class Run:
         if self.folder.restore:
             if self.restored > plan.steps:
                 self.console.warn(f"{self.path} has {self.restored} steps, more than {plan.steps}")
-            self.tracked.load(self.folder.restore[1], self.folder.forget)
+            with self.hosts.holding(self.folder.restore[1]):
+                self.tracked.load(self.folder.restore[1], self.folder.forget)
             self.controller.redrawn = self.tracked.redrawn
         for row in read_lines(self.folder.metrics) if self.options.keep_best else ():
             self.saves.note(row["step"], row)

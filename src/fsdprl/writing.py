@@ -6,11 +6,12 @@ makes the checkpoint count.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdprl import ferry
 from fsdprl.checkpoint_save import (
     narrowed_tensors,
     save_plan,
@@ -30,25 +31,30 @@ LOOK_S = 0.2
 class Writing:
     """One model's files being written by this rank."""
 
-    def __init__(self, jobs: Sequence[tuple[Write, Path]]) -> None:
+    def __init__(self, jobs: Sequence[tuple[Write, Path]], trip: ferry.Trip | None = None) -> None:
+        """trip: where hosts share no disk, what goes to rank 0, or comes there."""
         self.files: dict[str, list[dict[str, Any]]] = {}
         self.error: Exception | None = None
         self.pieces = 0
         self.told = False
         """Whether a poll has said how it went."""
         self.thread: threading.Thread | None = None
-        self._jobs = list(jobs)
+        self._jobs, self._trip = list(jobs), trip
 
     def run(self) -> None:
         """Write everything, one job after the other, and let go of its memory."""
         try:
             while self._jobs:
                 write, folder = self._jobs.pop(0)
-                tallies = write(folder, self._moved)
-                self.files |= {path: tally.facts() for path, tally in tallies.items()}
+                self._note(write(folder, self._moved))
         except Exception as error:
             self.error = error
             self._jobs.clear()
+        try:
+            if self._trip:  # after a failure, too: the other side waits
+                self._note(self._trip.finish(self._moved))
+        except Exception as error:
+            self.error = self.error or error
 
     def start(self) -> None:
         """Write in a thread."""
@@ -69,6 +75,10 @@ class Writing:
     def going(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
+    def _note(self, tallies: Mapping[str, Tally]) -> None:
+        for path, tally in tallies.items():
+            self.files.setdefault(path, []).extend(tally.facts())
+
     def _moved(self) -> None:
         self.pieces += 1
 
@@ -87,13 +97,16 @@ def save(worker: Worker, *, model: str, out: str, background: bool) -> None:
         parts.append((state, tensors_plan(state), folder / "trainer"))
     if masters := narrowed_tensors(m.network, plan):
         parts.append((masters, tensors_plan(masters, stem="masters"), folder / "trainer"))
+    trip = ferry.begin(worker)
+    put: dict[str, Any] = {"put": trip.write} if trip and trip.away else {}
     if background:
-        writing = Writing(
-            [(partial(write_snapshot, take_snapshot(what, how)), to) for what, how, to in parts]
-        )
+        jobs = [(partial(write_snapshot, take_snapshot(w, how), **put), to) for w, how, to in parts]
+        writing = Writing(jobs, trip)
         writing.start()
     else:
-        writing = Writing([(partial(stream_snapshot, what, how), to) for what, how, to in parts])
+        writing = Writing(
+            [(partial(stream_snapshot, w, how, **put), to) for w, how, to in parts], trip
+        )
         writing.run()
     known: list[Writing] = worker.state.get("writings", [])
     worker.state["writings"] = [*(each for each in known if not each.told), writing]
