@@ -74,6 +74,6 @@ bench-vllm:
 clean:
     rm -rf runs .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis build
 
-# Grade all of DeepMath's gold answers and mutations of them, in processes and in one (minutes).
+# Grade all of DeepMath's gold answers and mutations of them, in processes and in one; preprocess the set (minutes).
 grading:
-    .venv/bin/python -m pytest -m slow tests/test_deepmath.py
+    .venv/bin/python -m pytest -m slow tests/test_deepmath.py tests/test_preprocessing.py

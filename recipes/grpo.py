@@ -36,6 +36,7 @@ class Config:
     long_prompts: rl.LongPrompts = "error"  # what becomes of longer ones above 1 % of data
     max_new_tokens: int = 1024  # most tokens of an answer
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
+    reward_model: tuple[str, ...] = ()  # sequence classifiers of one label, which score answers too
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
     minibatches: int = 2  # optimizer steps of each pass over a batch; 1 is exactly on-policy
@@ -83,11 +84,12 @@ def surrogate(logp, logp_old, advantage, is_weight, *, clip_low, clip_high, dual
 
 def main(cfg: Config) -> None:
     run = rl.Run(cfg.run)
-    rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
+    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
+    judges = rl.reward_models(cfg.reward_model, **layout)
+    rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward, model=judges)
     train, held_out = rl.prompt_sets(cfg)
     P, G, K = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
     plan = rl.Plan(len(train), P, G, K, cfg.steps, cfg.epochs, passes=cfg.passes)
-    layout = {"sharding": cfg.sharding, "dtype": cfg.dtype}
     policy = rl.Policy(cfg.model, **layout)
     sampler = rl.Sampler(
         policy,

@@ -87,10 +87,7 @@ def main(cfg: Config) -> None:
     critic = rl.Critic(cfg.critic or cfg.model, seed=cfg.seed, **layout)
     follow = (cfg.follow_every, cfg.follow_share)
     reference = rl.kl_reference(cfg.model, cfg.kl_coef, *follow, **layout)
-    judges = [
-        rl.RewardModel(path, name=f"reward_model_{number}", **layout)
-        for number, path in enumerate(cfg.reward_model, 1)
-    ]
+    judges = rl.reward_models(cfg.reward_model, **layout)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward, model=judges)
     sampler = rl.Sampler(
         policy,

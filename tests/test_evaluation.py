@@ -123,7 +123,7 @@ def test_the_script_on_two_ranks(tmp_path: Path):
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT),
                "--model", str(model), "--data", data, "--rewards", f"{tmp_path}/mine.py:always", "numeric",
-               "--samples", "3", "--max-new-tokens", "4", "--max-prompt-length", "100",
+               "--tools", "calculator", "--samples", "3", "--max-new-tokens", "4", "--max-prompt-length", "100",
                "--out", str(tmp_path / "out")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,7 +133,7 @@ def test_the_script_on_two_ranks(tmp_path: Path):
         and metrics["eval/odd/mean@3"] == 1.0
         and metrics["prompts"] == 6
     )
-    assert 0 < metrics["eval/pass@1/ci95"] < 0.5
+    assert 0 < metrics["eval/pass@1/ci95"] < 0.5 and metrics["eval/turns"] == 1.0
     table = (tmp_path / "out" / "table.md").read_text()
     assert table in done.stdout and "| even " in table
     lines = [

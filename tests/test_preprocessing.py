@@ -113,13 +113,22 @@ def test_mistakes(tmp_path: Path, options: dict, message: str):
         preprocess(Preprocess(path, str(tmp_path / "o.parquet"), **options))
 
 
-def test_workers_write_the_same_file_as_the_command_does(tmp_path: Path, words: str):
-    source = f"{given('gsm8k_train.jsonl')}#1200"
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [
+        ("gsm8k_train.jsonl", 400),
+        pytest.param("deepmath_sample.jsonl", 600, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_write_the_same_file_as_the_command_does(
+    tmp_path: Path, words: str, name: str, longest: int
+):
+    source = f"{given(name)}#1200"
     manifest = preprocess(
-        Preprocess(source, str(tmp_path / "one.parquet"), tokenizer=words, max_length=400)
+        Preprocess(source, str(tmp_path / "one.parquet"), tokenizer=words, max_length=longest)
     )
-    command = [sys.executable, str(SCRIPT), "--input", source, "--output", str(tmp_path / "two.parquet"),
-               "--tokenizer", words, "--max-length", "400", "--workers", "2", "--log-interval", "500"]  # fmt: skip
+    command = [sys.executable, str(SCRIPT), "--input", source, "--output", str(tmp_path / "two.parquet"), "--tokenizer",
+               words, "--max-length", str(longest), "--workers", "2", "--log-interval", "500"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "two.parquet.json").read_text()) == manifest

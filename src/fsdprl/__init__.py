@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fsdprl.policy import RewardModel as RewardModel
     from fsdprl.policy import TrainedRewardModel as TrainedRewardModel
     from fsdprl.policy import kl_reference as kl_reference
+    from fsdprl.policy import reward_models as reward_models
     from fsdprl.precomputed import PrecomputedReference as PrecomputedReference
     from fsdprl.precomputed import UniformReference as UniformReference
     from fsdprl.preferences import Preferences as Preferences
@@ -103,6 +104,7 @@ NAMES: dict[str, str] = {
     "RewardModel": "policy",
     "TrainedRewardModel": "policy",
     "kl_reference": "policy",
+    "reward_models": "policy",
     "Preferences": "preferences",
     "preference_sets": "preferences",
     "LongPrompts": "prompts",

@@ -9,8 +9,9 @@ import hashlib
 import math
 import numbers
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -148,6 +149,8 @@ class Rollout:
             )
         if answer.lost:
             talk.lost = answer.lost
+            # a thread that is left behind may go on writing into what it was given
+            talk.seen = replace(seen, messages=list(seen.messages), counts=Counter(seen.counts))
             return False
         value = answer.value
         if value is None or isinstance(value, numbers.Real):
@@ -167,13 +170,18 @@ class Rollout:
         talk.mask += [False] * len(between.ids)
         talk.text += between.text
         talk.rewritten |= between.rewritten
-        seen.messages += heard
+        seen.messages += _copies(heard)
         if talk.said is not None:
             talk.said += heard
         return True
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _copies(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For the environment, which may write into what it sees."""
+    return [dict(message) for message in messages]
 
 
 def _append(messages: list[dict[str, Any]], text: str) -> None:
@@ -235,9 +243,9 @@ def rollout(
         said = list(info["messages"]) if info["messages"] else None
         seen = Conversation(
             prompt=info["prompt"],
-            messages=list(messages),
+            messages=_copies(messages),  # the prompt's other conversations have the same ones
             answer=info.get("answer"),
-            meta=info.get("meta") or {},
+            meta=dict(info.get("meta") or {}),
             seed=seed,
             row=first_row[i // n] + i % n,
         )

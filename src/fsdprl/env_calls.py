@@ -71,7 +71,7 @@ class EnvCalls:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(
-                target=self._loop.run_forever, daemon=True, name="environments"
+                target=_serve, args=(self._loop,), daemon=True, name="environments"
             ).start()
         self._deadlines[self._tickets] = (time.monotonic() + self.timeout_s, key, False)
         awaited = self._awaited(self._tickets, key, partner, conversation)
@@ -135,6 +135,17 @@ class EnvCalls:
         except BaseException as error:
             answer = _failure(key, error)
         self._answers.put((ticket, answer))
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then end what is left in it."""
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left))
+    loop.close()
 
 
 async def _result(value: Awaitable[Any]) -> Any:

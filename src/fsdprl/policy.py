@@ -394,6 +394,12 @@ class RewardModel(Network):
         return Batch.of(lease, {"tokens": lengths, "loss_tokens": torch.ones_like(lengths)})
 
 
+def reward_models(paths: Sequence[str], **options: Any) -> list[RewardModel]:
+    """Models for `Rewards`, one a path. options: of each RewardModel."""
+    numbered = enumerate(paths, 1)
+    return [RewardModel(path, name=f"reward_model_{i}", **options) for i, path in numbered]
+
+
 class TrainedRewardModel(Trained):
     """A reward model being trained: one number a row. A loss asks it for `score`."""
 

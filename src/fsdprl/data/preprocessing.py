@@ -9,13 +9,15 @@ length in tokens, and a file that is read at once.
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,6 +159,8 @@ def _chunks(options: Preprocess, count: int) -> Iterator[Made]:
 def _opened(key: str) -> tuple[Rows, Any]:
     """This process's rows and tokenizer."""
     options = Preprocess(**json.loads(key))
+    if options.workers > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of many
     logging.getLogger("transformers").setLevel(logging.ERROR)
     jinja = options.template if options.template not in templates.NAMES else None
     tokenizer = (
@@ -170,7 +174,7 @@ def _opened(key: str) -> tuple[Rows, Any]:
 def make(options: Preprocess, start: int) -> Made:
     """Read, check and measure the rows from `start` on."""
     rows, tokenizer = _opened(json.dumps(asdict(options)))
-    made = Made([], {}, {})
+    made, taken = Made([], {}, {}), []
 
     def drop(reason: str, index: int) -> None:
         made.dropped[reason] = made.dropped.get(reason, 0) + 1
@@ -188,12 +192,16 @@ def make(options: Preprocess, start: int) -> Made:
             continue
         if "prompt" in row:
             row["prompt"] = templates.asked(row["prompt"], options.template)
-        if tokenizer is not None:
-            row["tokens"] = max(_lengths(row, tokenizer, options))
-            if options.max_length and row["tokens"] > options.max_length:
-                drop("too_long", index)
-                continue
         made.rows.append(row)
+        taken.append(index)
+    if tokenizer is None:
+        return made
+    read, made.rows = made.rows, []
+    for index, row, tokens in zip(taken, read, _lengths(read, tokenizer, options), strict=True):
+        if options.max_length and tokens > options.max_length:
+            drop("too_long", index)
+        else:
+            made.rows.append(row | {"tokens": tokens})
     return made
 
 
@@ -210,15 +218,26 @@ def _says_something(row: dict[str, Any], purpose: Purpose) -> bool:
     return all(row[key] not in (None, "", []) for key in needed if key in row)
 
 
-def _lengths(row: dict[str, Any], tokenizer: Any, options: Preprocess) -> list[int]:
-    """Tokens of a row: of the prompt for sampling, with the completion for training, of both sides of a pair."""
+def _lengths(rows: Sequence[dict[str, Any]], tokenizer: Any, options: Preprocess) -> list[int]:
+    """Tokens of each row, of the longer side of a pair. All are encoded at once: one by one takes twice as long."""
+    texts = [_texts(row, tokenizer, options) for row in rows]
+    flat = [text for some in texts for text in some]
+    if not flat:
+        return []
+    bare = _bare(tokenizer, options)
+    tokens = map(len, tokenizer(flat, add_special_tokens=bare)["input_ids"])
+    return [max(itertools.islice(tokens, len(some))) for some in texts]
+
+
+def _texts(row: dict[str, Any], tokenizer: Any, options: Preprocess) -> list[str]:
+    """What is measured of a row: the prompt for sampling, with the completion for training, both sides of a pair."""
     if row.get("messages") and options.purpose == "example":
-        return [_tokens(row["messages"], tokenizer, options, reply=False)]
+        return [_text(row["messages"], tokenizer, options, reply=False)]
     prompt = row.get("prompt", row.get("text", ""))
     if options.purpose == "prompt" or "prompt" not in row:
-        return [_tokens(prompt, tokenizer, options, reply=True)]
+        return [_text(prompt, tokenizer, options, reply=True)]
     sides = [key for key in ("completion", "chosen", "rejected") if key in row]
-    return [_tokens(_joined(prompt, row[key]), tokenizer, options, reply=False) for key in sides]
+    return [_text(_joined(prompt, row[key]), tokenizer, options, reply=False) for key in sides]
 
 
 def _joined(prompt: Any, said: Any) -> Any:
@@ -229,13 +248,16 @@ def _joined(prompt: Any, said: Any) -> Any:
     return [*before, *(turns or [{"role": "assistant", "content": said}])]
 
 
-def _tokens(said: Any, tokenizer: Any, options: Preprocess, *, reply: bool) -> int:
-    if options.template == "empty" or not tokenizer.chat_template:
-        text = said if isinstance(said, str) else "\n".join(str(m["content"]) for m in said)
-        return len(tokenizer(text)["input_ids"])
+def _bare(tokenizer: Any, options: Preprocess) -> bool:
+    """Whether texts stand by themselves, without a chat template around them."""
+    return options.template == "empty" or not tokenizer.chat_template
+
+
+def _text(said: Any, tokenizer: Any, options: Preprocess, *, reply: bool) -> str:
+    if _bare(tokenizer, options):
+        return said if isinstance(said, str) else "\n".join(str(m["content"]) for m in said)
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply)
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply)
 
 
 def write_parquet(rows: list[dict[str, Any]], out: Path) -> list[str]:
