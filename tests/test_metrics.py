@@ -10,7 +10,7 @@ import torch
 
 from fsdprl.controller import Span
 from fsdprl.errors import UserError
-from fsdprl.metrics import StepMetrics, counted, covered, jsonable, throughput, timings
+from fsdprl.metrics import StepMetrics, counted, covered, jsonable, merge, throughput, timings
 from fsdprl.plan import Plan
 from fsdprl.records import JsonLines, Patience, cut_back, read_lines, write_atomic
 
@@ -31,6 +31,8 @@ def test_repeated_names_are_averaged_and_extremes_kept():
     metrics.add({"actor/loss": 1, "x/max": 2.0, "x/min": 2.0})
     metrics.add({"actor/loss": torch.tensor(4.0), "x/max": 5.0, "x/min": -1.0, "flag": True})
     assert metrics.merged() == {"actor/loss": 2.5, "x/max": 5.0, "x/min": -1.0, "flag": 1.0}
+    for how, value in {"max_length": 5.0, "min_length": 2.0, "mean_length": 3.5}.items():
+        assert merge(f"completions/{how}", [2.0, 5.0]) == value
 
 
 @pytest.mark.parametrize("value", ["text", None, torch.zeros(2), [1.0]])

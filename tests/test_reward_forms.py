@@ -16,7 +16,7 @@ from fsdprl.grading import Grader, RewardError
 from fsdprl.options import RewardOptions
 from fsdprl.rewards.names import named, short_names
 from fsdprl.sample import Sample
-from fsdprl.scoring import Rewards
+from fsdprl.scoring import Rewards, completions
 
 HERE = Path(__file__).parent / "third_party"
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -251,3 +251,24 @@ def sometimes_down(sample: Sample) -> float:
     if sample.answer in ("2", "5"):
         raise UnscoredError("down")
     return 1.0
+
+
+def test_completions_by_hand():
+    """Cut off are those that hit the limit; the others ended by themselves, and not the other way round."""
+    length = torch.tensor([4, 8, 2, 8])
+    made = completions(length, torch.tensor([False, True, False, True]))
+    assert made == {
+        "completions/clipped_ratio": 0.5,
+        "completions/mean_length": 5.5,
+        "completions/min_length": 2.0,
+        "completions/max_length": 8.0,
+        "completions/mean_terminated_length": 3.0,
+        "completions/min_terminated_length": 2.0,
+        "completions/max_terminated_length": 4.0,
+    }
+    assert completions(length[1::2], torch.tensor([True, True])) == {
+        "completions/clipped_ratio": 1.0,
+        "completions/mean_length": 8.0,
+        "completions/min_length": 8.0,
+        "completions/max_length": 8.0,
+    }

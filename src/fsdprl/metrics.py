@@ -35,10 +35,10 @@ class StepMetrics:
 
 
 def merge(name: str, values: Sequence[float]) -> float:
-    if name.endswith("/max"):
-        return max(values)
-    if name.endswith("/min"):
-        return min(values)
+    """The largest of /max and /max_*, the least of /min and /min_*, the mean of anything else."""
+    how = name.rpartition("/")[2].partition("_")[0]
+    if how in ("max", "min"):
+        return max(values) if how == "max" else min(values)
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
 
 

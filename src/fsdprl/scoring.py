@@ -104,7 +104,7 @@ class Rewards:
         log_metric) when they last scored; what of the batch can teach nothing.
 
         reward_std: mean of the groups' deviations. frac_reward_zero_std: share of answers in groups without any,
-        groups of one among them. empty: share of answers without a token.
+        groups of one among them. empty: share of answers without a token. And `completions`.
         """
         means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in self.weights}
         found = {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
@@ -116,6 +116,8 @@ class Rewards:
                 "frac_reward_zero_std": float((std == 0).double().mean()),
                 "empty": float((batch["loss_tokens"] == 0).double().mean()),
             }
+        if len(batch) and "length" in batch and "truncated" in batch:
+            found |= completions(batch["length"], batch["truncated"])
         return found
 
     def _check(self, batch: Batch, failed: Tensor, applies: Tensor) -> None:
@@ -134,6 +136,19 @@ class Rewards:
         _log.warning(
             "%d of %d answers have no reward in this step and teach nothing", count, len(batch)
         )
+
+
+def completions(length: Tensor, truncated: Tensor) -> dict[str, float]:
+    """Answers under the names of TRL and ms-swift, from their lengths in tokens and whether they hit the limit, [N].
+
+    completions/{mean,min,max}_length, and completions/clipped_ratio: the share cut off. The same of terminated_length
+    over those that ended by themselves, if any did.
+    """
+    metrics = {"completions/clipped_ratio": float(truncated.double().mean())}
+    for name, values in (("length", length), ("terminated_length", length[~truncated])):
+        for how in ("mean", "min", "max") if len(values) else ():
+            metrics[f"completions/{how}_{name}"] = float(getattr(values.double(), how)())
+    return metrics
 
 
 def _filled(total: Tensor, masked: Tensor, group: Tensor) -> Tensor:

@@ -75,9 +75,8 @@ def test_the_reward_of_the_environment(roll):
     batch, _ = roll(partial(asks, most=1), 2)
     rewards = rl.Rewards(("env", f"{GRADE}always"), (0.5, 1.0))
     assert rewards(batch).tolist() == pytest.approx([1.1] * 10)
-    assert rewards.metrics(batch) == pytest.approx(
-        {"env_rewards/mean": 2.0, "always_rewards/mean": 0.1}
-    )
+    means = {k: v for k, v in rewards.metrics(batch).items() if not k.startswith("completions/")}
+    assert means == pytest.approx({"env_rewards/mean": 2.0, "always_rewards/mean": 0.1})
     with pytest.raises(rl.UserError, match="had no environment"):
         del batch.columns["env_reward"]
         rewards(batch)
