@@ -7,6 +7,7 @@ import torch
 
 from fsdprl.losses import clipped_surrogate, policy_gradient
 from fsdprl.surrogates import (
+    chord_loss,
     fipo_surrogate,
     mirror_descent_loss,
     real_loss,
@@ -100,6 +101,17 @@ def test_fipo_leaves_out_what_has_run_away():
     assert metrics["future_weight"].tolist() == pytest.approx([math.exp(0.2), 1.0])
     _, metrics = fipo_surrogate(t(math.log(5), 0.1), zeros, t(-1, -1), segment, **options)
     assert metrics["future_weight"].tolist() == pytest.approx([1.0, math.exp(0.1)])
+
+
+def test_chord_by_hand():
+    logp = t(0.5, 0.9, 0.01).log().requires_grad_()
+    loss, metrics = chord_loss(logp)
+    assert metrics["phi"].tolist() == pytest.approx([0.25, 0.09, 0.0099])
+    assert loss.tolist() == pytest.approx(
+        [0.25 * math.log(2), -0.09 * math.log(0.9), -0.0099 * math.log(0.01)]
+    )
+    loss.sum().backward()
+    assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-0.25, -0.09, -0.0099])
 
 
 def test_real_by_hand():

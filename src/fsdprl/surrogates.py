@@ -122,6 +122,17 @@ def fipo_surrogate(
     return loss, {**metrics, "future_weight": weight}
 
 
+def chord_loss(logp: Tensor) -> TokenLoss:
+    """CHORD's imitation of an expert: -p (1 - p) log p, p = exp(logp) without gradient.
+
+    Zhang et al. 2025 (arXiv 2508.11408), eq. 8: what the policy is sure of, either way, is left as it is.
+    For a batch of expert rows, beside a policy loss on its own samples. Metrics: nll, and phi: p (1 - p).
+    """
+    p = logp.detach().exp()
+    phi = p * (1 - p)
+    return -phi * logp, {"nll": -logp.detach(), "phi": phi}
+
+
 def real_loss(
     logp: Tensor,
     logp_old: Tensor,

@@ -17,7 +17,11 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-SPARE = {"engine.sleep-level": 2, "sharding.offload-model": "True"}
+SPARE = {
+    "engine.sleep-level": 2,
+    "sharding.offload-model": "True",
+    "sharding.min-num-params": 0,  # shards, however small the model
+}
 VLLM = {"engine.kind": "vllm", "engine.kv-cache-memory-bytes": 64 << 20}
 
 

@@ -66,6 +66,7 @@ POLICY_LOSSES = {
     "dual_clip": partial(rl.losses.clipped_surrogate, clip_low=0.05, clip_high=0.1, dual_clip=1.2),
     "gspo": rl.losses.gspo_surrogate,
     "cispo": partial(rl.losses.cispo_loss, ratio_high=1.1),
+    "chord": rl.surrogates.chord_loss,
     "sapo": partial(rl.surrogates.sapo_loss, tau_negative=2.0),
     "topr": rl.surrogates.topr_loss,
     "fipo": partial(rl.surrogates.fipo_surrogate, half_life=3.0, weight_low=0.8),

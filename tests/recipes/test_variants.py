@@ -11,20 +11,21 @@ import pytest
 import torch
 
 from tests.recipes import stage
-from tests.recipes.stage import Played
+from tests.recipes.stage import Played, recipe
 from tests.recipes.test_flags import base, files
 
 __all__ = ["files"]  # a fixture
 TEXT = (stage.ROOT / "recipes" / "README.md").read_text()
 VARIANTS = dict(re.findall(r"^\*\*([\w. +]+)\*\*.*?```diff\n(.*?)```", TEXT, re.M | re.S))
 SURROGATES = {
-    "SAPO": "sapo_loss",
-    "TOPR": "topr_loss",
-    "RAFT++": "surrogate",
-    "Kimi k1.5": "mirror_descent_loss",
-    "FIPO": "fipo_surrogate",
-    "REAL": "real_loss",
-    "GDPO": "surrogate",
+    "SAPO": {"sapo_loss"},
+    "TOPR": {"topr_loss"},
+    "RAFT++": {"surrogate"},
+    "Kimi k1.5": {"mirror_descent_loss"},
+    "FIPO": {"fipo_surrogate"},
+    "REAL": {"real_loss"},
+    "CHORD": {"surrogate", "chord_loss"},
+    "GDPO": {"surrogate"},
 }
 
 
@@ -67,10 +68,10 @@ def module(name: str, folder: Path) -> ModuleType:
 @pytest.fixture
 def act(files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def run(name: str, **fields: Any) -> Played:
-        if name in VARIANTS:
-            made = module(name, tmp_path)
-            monkeypatch.setattr(stage, "recipe", lambda _: made)
-        return stage.play("grpo", monkeypatch, **(base("grpo", files) | fields))
+        made = module(name, tmp_path) if name in VARIANTS else recipe(name)
+        monkeypatch.setattr(stage, "recipe", lambda _: made)
+        more = {"expert_data": files["chats"]} if name == "CHORD" else {}
+        return stage.play("grpo", monkeypatch, **(base("grpo", files) | more | fields))
 
     return run
 
@@ -91,7 +92,7 @@ def test_it_trains_with_its_own_loss(act, name: str):
     played = act(name)
     assert played.error == "" and updates(played)
     sent = [loss["qualname"] for payload in updates(played) for loss in payload["losses"]]
-    assert set(sent) == {SURROGATES[name]}
+    assert set(sent) == SURROGATES[name]
     assert played.weights["policy"] not in (plain, 0.1)
 
 
@@ -105,6 +106,14 @@ def test_weights_are_what_each_paper_says(act):
     ]
     assert all(1 <= count <= 8 and count == int(count) for count in tokens) and len(set(tokens)) > 1
     assert len(set(first["FIPO"]["samples"]["weight"])) == 1
+    own, expert = updates(act("CHORD", minibatches=1))[:2]
+    assert expert["losses"][0]["qualname"] == "chord_loss" and len(expert["rows"]) == 6
+    mean = {
+        name: payload["samples"]["weight"][0]
+        for name, payload in (("own", own), ("expert", expert))
+    }
+    plain = updates(act("grpo", minibatches=1))[0]["samples"]["weight"][0]
+    assert mean["own"] == pytest.approx(0.9 * plain) and mean["expert"] > 0
 
 
 def test_advantages_are_what_each_paper_says(act):
