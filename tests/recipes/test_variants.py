@@ -70,7 +70,7 @@ def act(files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def run(name: str, **fields: Any) -> Played:
         made = module(name, tmp_path) if name in VARIANTS else recipe(name)
         monkeypatch.setattr(stage, "recipe", lambda _: made)
-        more = {"expert_data": files["chats"]} if name == "CHORD" else {}
+        more: dict[str, Any] = {"expert_data": files["chats"]} if name == "CHORD" else {}
         return stage.play("grpo", monkeypatch, **(base("grpo", files) | more | fields))
 
     return run
