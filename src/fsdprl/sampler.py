@@ -31,6 +31,11 @@ TURN_COLUMNS = (
     "length", "loss_tokens", "truncated", "turns", "out_of_turns", "rewritten", "env_failed", "env_reward",
 )  # fmt: skip
 """What the ranks tell of each conversation."""
+OTHER_COLUMNS = (
+    "prompt_length", "tokens", "group", "prompt", "temperature", "version", "cost", "reward", "advantage", "weight",
+    "unit", "masked",
+)  # fmt: skip
+"""Names that environments must not count under, either."""
 
 
 def sample_seed(seed: int, step: int, call: int, prompt: int, sample: int) -> int:
@@ -285,7 +290,7 @@ OFF = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty":
 def counts_of(replies: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Columns of what environments counted; ranks on which nobody counted a thing have 0 of it."""
     names = {name for reply in replies for name in reply["counts"]} | {"tool_calls", "tool_errors"}
-    if taken := names & {*TURN_COLUMNS, "reward", "advantage", "weight", "unit", "group"}:
+    if taken := names & {*TURN_COLUMNS, *OTHER_COLUMNS}:
         raise UserError(
             f"an environment counts {sorted(taken)[0]!r}: there is such a column already"
         )

@@ -29,8 +29,8 @@ def gives_up_on_some(conversation):
     return 1.0
 
 
-def counts_the_reward(conversation):
-    conversation.counts["reward"] += 1
+def counts(conversation, *, name: str):
+    conversation.counts[name] += 1
 
 
 @pytest.fixture
@@ -103,8 +103,10 @@ def test_conversations_that_lost_their_environment_are_masked(roll):
 
 
 def test_mistakes(roll):
-    with pytest.raises(rl.UserError, match="counts 'reward': there is such a column"):
-        roll(counts_the_reward)
+    for name in [*roll(asks)[0].columns, "reward", "weight"]:
+        if name not in ("asked", "tool_calls", "tool_errors"):
+            with pytest.raises(rl.UserError, match=f"counts '{name}': there is such a column"):
+                roll(partial(counts, name=name))
     with pytest.raises(rl.UserError, match=r"--turns\.max-turns 0"):
         roll(asks, turns=rl.TurnOptions(max_turns=0))
     with pytest.raises(rl.UserError, match="cannot travel by name"):
