@@ -8,8 +8,8 @@ import pytest
 import fsdprl as rl
 from fsdprl import controller as controller_module
 from fsdprl.batch import Batch
-from tests.recipes.stage import Stage
-from tests.recipes.test_flags import GRADE, files
+from tests.recipes.stage import Stage, play
+from tests.recipes.test_flags import GRADE, base, files
 
 __all__ = ["files"]  # a fixture
 
@@ -100,6 +100,25 @@ def test_conversations_that_lost_their_environment_are_masked(roll):
     assert rewards(batch).tolist() == [1.0] * 10
     assert batch["masked"].tolist() == [False, False, True, True, *[False] * 6]
     assert stage.timeline.drain()[1]["reward/env_failed"] == 2
+    rules = rl.Rewards((f"{GRADE}letters",), (), rl.RewardOptions(max_failed_share=0.3))
+    rules(batch)  # which could judge what was said, but not what it is worth
+    assert batch["masked"].tolist() == [False, False, True, True, *[False] * 6]
+
+
+def test_held_out_prompts_are_answered_in_conversations(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    played = play(
+        "grpo_self_correct", monkeypatch, **base("grpo_self_correct", files) | {"eval_every": 2}
+    )
+    assert played.values("eval/turns") and min(played.values("eval/turns")) > 1
+
+
+def test_prompts_know_of_the_recipes_tools(files: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    played = play("grpo_tools", monkeypatch, **base("grpo_tools", files), tools=("calculator",))
+    (first, *_) = [payload for verb, payload in played.calls if verb == "engine.rollout"]
+    (part,) = first
+    assert [tool["function"]["name"] for tool in part["tools"]] == ["calculator"]
 
 
 def test_mistakes(roll):
