@@ -256,6 +256,8 @@ RECIPE = """
 
     if __name__ == "__main__":
         made = Grader(RewardOptions())
+        # A process that was forked for another module's function knows nothing of this file.
+        assert made.grade(function_ref(beside.other), [Sample("", "abc")]).scores == [3.0]
         print(made.grade(function_ref(reward), [Sample("", "abc")]).scores, flush=True)
         print(made._server._process.pid, made._children[0].pid, flush=True)
         if sys.argv[1] == "killed":
@@ -269,7 +271,9 @@ RECIPE = """
 def test_a_recipes_own_function_and_its_end(tmp_path: Path, end: str):
     """A reward in `__main__`, a module beside it; however the rank ends, nothing stays."""
     (tmp_path / "recipe.py").write_text(textwrap.dedent(RECIPE))
-    (tmp_path / "beside.py").write_text("VALUE = 10")
+    (tmp_path / "beside.py").write_text(
+        "VALUE = 10\ndef other(sample): return len(sample.response)"
+    )
     rank = subprocess.Popen(
         [sys.executable, str(tmp_path / "recipe.py"), end],
         stdout=subprocess.PIPE,

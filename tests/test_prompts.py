@@ -181,6 +181,20 @@ def test_long_prompts(tmp_path: Path, bare: str, caplog: pytest.LogCaptureFixtur
         made(tmp_path, rows, bare, max_prompt_length=9, long_prompts="drop")
 
 
+def test_unknown_words_are_warned_of(tmp_path: Path, bare: str, caplog: pytest.LogCaptureFixture):
+    import transformers
+
+    words = transformers.AutoTokenizer.from_pretrained(bare)
+    unknown = words.decode([words.unk_token_id])
+    # 2 of 7 tokens
+    for rows, warned in ((["aaa", "aa\u4e2d", "\u4e2d"], True), (["aaa"], False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            made(tmp_path, [{"prompt": text} for text in rows], bare)
+        said = f"29 % of the prompts' tokens are unknown to the tokenizer and read as {unknown}"
+        assert (f"{said}, the first in {tmp_path}/rows.jsonl:2" in caplog.text) == warned
+
+
 def test_plain_values():
     import datetime
     import decimal

@@ -224,7 +224,8 @@ class Grader:
             self._drop_server()
         if self._server is None:
             self._server = ForkServer()
-        self._server.load(ref)
+        if self._server.load(ref):
+            self._end_children()  # forked before it, they know neither the module nor a recipe's __main__
 
     def _drop_server(self) -> None:
         """The server died, and its children with it (they are tied to its life)."""

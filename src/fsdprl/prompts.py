@@ -83,6 +83,7 @@ class Prompts:
         by_columns = prompt_key == "prompt" and answer_key in ("", "answer")
         self._rows = read_as(rows, "prompt") if by_columns else rows
         self._ids, self._ends = self._tokenise()
+        self._warn_of_unknown(f"{flag} {path}")
         self._limit, self._policy = max_prompt_length, long_prompts
         lengths = np.diff(self._ends, prepend=0)
         fits = lengths <= max_prompt_length
@@ -152,6 +153,23 @@ class Prompts:
                 lengths.append(len(ids))
                 parts.append(np.array(ids, dtype=np.int32))
         return np.concatenate(parts), np.cumsum(lengths, dtype=np.int64)
+
+    def _warn_of_unknown(self, what: str) -> None:
+        """Say so where the tokenizer has no words for what prompts say: the model reads something else."""
+        t = self.tokenizer
+        if t.unk_token_id is None or t.unk_token_id in (
+            t.eos_token_id,
+            t.bos_token_id,
+            t.pad_token_id,
+        ):
+            return
+        unknown = np.flatnonzero(self._ids == t.unk_token_id)
+        if len(unknown):
+            row = int(np.searchsorted(self._ends, unknown[0], side="right"))
+            _log.warning(
+                "%s: %.2g %% of the prompts' tokens are unknown to the tokenizer and read as %s, the first in %s",
+                what, 100 * len(unknown) / len(self._ids), t.unk_token, self._rows.where(row),
+            )  # fmt: skip
 
     def _texts(self, prompts: list[str | Messages], start: int) -> list[str]:
         messages = [prompt for prompt in prompts if not isinstance(prompt, str)]

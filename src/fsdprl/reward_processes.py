@@ -65,14 +65,15 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def load(self, ref: FunctionRef) -> None:
-        """Import the function's module in the server, once."""
+    def load(self, ref: FunctionRef) -> bool:
+        """Import the function's module in the server, once; whether that was now."""
         if (ref.module, ref.qualname) in self._loaded:
-            return
+            return False
         error = self._ask(Order("load", ref=ref, recipe=_recipe())).error
         if error:
             raise UserError(f"reward {ref} cannot be loaded in a reward process:\n{error}")
         self._loaded.add((ref.module, ref.qualname))
+        return True
 
     def fork(self) -> Child:
         ours, theirs = socket.socketpair()

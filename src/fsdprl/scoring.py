@@ -100,13 +100,14 @@ class Rewards:
         return grade(batch, self.functions[name], self.options, name=name, turn=turn)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """`{name}_rewards/mean` over the rows that each reward applies to; what rewards logged themselves (TRL's
-        log_metric) when they last scored; what of the batch can teach nothing.
+        """`{name}_rewards/mean` over the rows that each reward applies to, of those that scored this batch; what
+        rewards logged themselves (TRL's log_metric) when they last scored; what of the batch can teach nothing.
 
         reward_std: mean of the groups' deviations. frac_reward_zero_std: share of answers in groups without any,
         groups of one among them. empty: share of answers without a token. And `completions`.
         """
-        means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in self.weights}
+        scored = [name for name in self.weights if f"{name}_rewards" in batch]
+        means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in scored}
         found = {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
         found |= self.logged
         if len(batch) and "reward" in batch and "group" in batch:

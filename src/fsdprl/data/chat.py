@@ -28,7 +28,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, flag: str = "
         lines = str(error).strip().splitlines()
         reason = lines[0].rstrip(".") if lines else type(error).__name__
         if not Path(folder).is_dir():
-            reason += f"; {FROM_HUB}"
+            reason = f"there is no such folder here, and as the name of a hub: {reason}; {FROM_HUB}"
         raise UserError(f"{flag} {path}: no tokenizer can be loaded: {reason}") from error
     if chat_template:
         tokenizer.chat_template = template_text(chat_template)
