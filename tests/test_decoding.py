@@ -181,3 +181,14 @@ def test_repetition_penalty_pushes_seen_tokens_down_on_either_side_of_zero():
 def test_sampling_out_of_range_names_the_flag(name, value):
     with pytest.raises(UserError, match="--" + name.replace("_", "-")):
         Sampling(**{"max_new_tokens": 1, name: value})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_rows_that_are_not_finite_say_so_in_their_log_probs(bad: float, drawn: bool):
+    logits = torch.zeros(3, 5)
+    logits[1] = bad
+    logits[2, 3] = math.inf
+    token, logp = choose(logits, torch.tensor([0.5, 0.5, 0.5]) if drawn else None)
+    assert torch.isfinite(logp).tolist() == [True, False, False]
+    assert bool((0 <= token).all()) and bool((token < 5).all())

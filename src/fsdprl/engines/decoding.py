@@ -92,7 +92,8 @@ def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     uniform.
 
     logits: float32 [B, V], already filtered, each row's maximum finite. uniform: float32 [B], or
-    None for the argmax. Returns token ids int64 [B] and their log-probs float32 [B].
+    None for the argmax. Returns token ids int64 [B] and their log-probs float32 [B], of which those of
+    rows with a maximum that is not finite are not finite, either.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     mass = (logits - peak).exp_()
@@ -105,5 +106,6 @@ def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         # Below the last edge even after rounding: past it lies no token, on it a token of no mass.
         target = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
         token = torch.searchsorted(edges, target, right=True)
+        token = token.clamp_(max=logits.shape[-1] - 1)  # NaN lies behind all edges
     logp = logits.gather(-1, token) - peak - log_total
     return token.squeeze(-1), logp.squeeze(-1)
