@@ -85,7 +85,7 @@ class Optimizer:
         grads = {name: _local(p.grad) for name, p in parameters.items() if p.grad is not None}
         scale = self.loss_scale
         norm = math.sqrt(_global_sum(_sum_of_squares(list(grads.values())), parameters)) / scale
-        if not math.isfinite(norm):
+        if not _finite_everywhere(norm, parameters):
             if self.scale and self.scale.overflowed():
                 self.zero_grad()
                 return {"loss_scale": self.loss_scale}
@@ -145,7 +145,7 @@ class Optimizer:
         first = int(_global_min(next(bad, len(names)), parameters))
         what = f"in {names[first]}" if first < len(names) else "only in the sum over all parameters"
         return (
-            f"the gradient norm is {norm} (first non-finite {what}); the update was not taken and no "
+            f"the gradient norm is {norm if not math.isfinite(norm) else math.nan} (first non-finite {what}); the update was not taken and no "
             f"weight has changed"
         )
 
@@ -211,25 +211,40 @@ def _sum_of_squares(tensors: list[Tensor]) -> float:
     return float(total)
 
 
-def _shard_groups(parameters: Mapping[str, Tensor]) -> list[dist.ProcessGroup]:
-    """The groups over which parameters are sharded; replicas already agree."""
+def _groups(
+    parameters: Mapping[str, Tensor], *, shards: bool, replicas: bool
+) -> list[dist.ProcessGroup]:
+    """The groups over which parameters are sharded, and those over which they are copied."""
     for parameter in parameters.values():
         if isinstance(parameter, DTensor):
-            placements = enumerate(parameter.placements)
-            mesh = parameter.device_mesh
-            return [mesh.get_group(axis) for axis, placed in placements if placed.is_shard()]
+            mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+            wanted = {True: shards, False: replicas}
+            return [
+                mesh.get_group(axis) for axis, placed in placements if wanted[placed.is_shard()]
+            ]
     return []
 
 
 def _global_sum(value: float, parameters: Mapping[str, Tensor]) -> float:
+    """Over the shards: replicas have the same sum already."""
     total = torch.tensor(value, dtype=torch.float64)
-    for group in _shard_groups(parameters):
+    for group in _groups(parameters, shards=True, replicas=False):
         dist.all_reduce(total, group=group)
     return float(total)
 
 
+def _finite_everywhere(norm: float, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether the norm is finite on every replica. They agree, unless memory of one of them went bad: it must not be
+    the only one to leave a step out, and go on with other weights."""
+    bad = torch.tensor(not math.isfinite(norm), dtype=torch.int32)
+    for group in _groups(parameters, shards=False, replicas=True):
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+    return not bool(bad)
+
+
 def _global_min(value: int, parameters: Mapping[str, Tensor]) -> int:
+    """Over all ranks of the model."""
     least = torch.tensor(value)
-    for group in _shard_groups(parameters):
+    for group in _groups(parameters, shards=True, replicas=True):
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return int(least)
