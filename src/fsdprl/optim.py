@@ -144,8 +144,9 @@ class Optimizer:
         bad = (i for i, name in enumerate(names) if not bool(grads[name].isfinite().all()))
         first = int(_global_min(next(bad, len(names)), parameters))
         what = f"in {names[first]}" if first < len(names) else "only in the sum over all parameters"
+        shown = math.nan if math.isfinite(norm) else norm  # finite: a replica's was not
         return (
-            f"the gradient norm is {norm if not math.isfinite(norm) else math.nan} (first non-finite {what}); the update was not taken and no "
+            f"the gradient norm is {shown} (first non-finite {what}); the update was not taken and no "
             f"weight has changed"
         )
 
