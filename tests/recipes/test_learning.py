@@ -247,4 +247,4 @@ def test_the_calculator_is_used(tmp_path: Path):
     reward, calls = series(metrics, "reward/mean"), series(metrics, "tool_calls/mean")
     figures("calls of the calculator, then reward", calls, reward)
     assert calls[0] < 0.65 and reward[0] < 0.6, (reward, calls, shown[-1])
-    assert sum(reward[-3:]) / 3 > 0.75 and sum(calls[-3:]) / 3 > 0.85, (reward, calls)
+    assert sum(reward[-3:]) / 3 > 0.85 and sum(calls[-3:]) / 3 > 0.85, (reward, calls)
