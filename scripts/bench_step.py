@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -189,16 +190,29 @@ def run(command: list[str], args: argparse.Namespace) -> str:
 
 
 def cost_of_determinism(args: argparse.Namespace) -> None:
-    """The recipe on one rank and on two, with and without --run.deterministic, by turns."""
+    """The recipe on one rank and on two, with and without --run.deterministic, by turns. Processor time, which other
+    work on the machine hardly touches."""
     for ranks in (1, 2):
         without, with_it = [], []
         for _ in range(args.rounds):
-            without.append(median(recipe_seconds(args, ranks)))
-            with_it.append(median(recipe_seconds(args, ranks, "--run.deterministic")))
+            without.append(processor_seconds(args, ranks))
+            with_it.append(processor_seconds(args, ranks, "--run.deterministic"))
         print(
-            f"{ranks} rank{'s' * (ranks > 1)}: {min(without):.3f} s a step, deterministic "
-            f"{min(with_it):.3f} s, ratio {ratio(with_it, without)}"
+            f"{ranks} rank{'s' * (ranks > 1)}: {min(without):.3f} processor seconds a step, deterministic "
+            f"{min(with_it):.3f}, ratio {ratio(with_it, without)}",
+            flush=True,
         )
+
+
+def processor_seconds(args: argparse.Namespace, ranks: int, *switches: str) -> float:
+    """Of a step, in all processes: a run of all steps less one of the first few, with their start and end."""
+    spent = []
+    for steps in (args.steps, SKIP):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        recipe_seconds(args, ranks, *switches, "--steps", str(steps))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return (spent[0] - spent[1]) / (args.steps - SKIP)
 
 
 def median(seconds: list[float]) -> float:

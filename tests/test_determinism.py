@@ -1,6 +1,7 @@
 """--run.deterministic: what it sets on a rank, and that a run goes on with as many threads as it began with."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,20 @@ def test_where_vllm_has_them(monkeypatch: pytest.MonkeyPatch, kind, capability, 
     monkeypatch.setattr(device, "device_type", lambda: kind)
     monkeypatch.setattr(device, "_vendor", lambda: vendor)
     assert device.can_ignore_batch() is able
+
+
+def test_a_run_says_what_it_costs(tmp_path: Path):
+    """As measured: the figure is that of BENCHMARKS.md."""
+    job = Job(tmp_path / "dear", deterministic=True).open()
+    assert determinism.COST in " ".join(job.said.getvalue().split())
+    job.abandon()
+    job = Job(tmp_path / "plain").open()
+    assert "--run.deterministic" not in job.said.getvalue()
+    job.abandon()
+    (figure,) = re.findall(r"for ([\d.]+) times", determinism.COST)
+    benchmarks = (Path(__file__).parents[1] / "BENCHMARKS.md").read_text()
+    (paragraph,) = (p for p in benchmarks.split("\n\n") if p.startswith("`--run.deterministic`"))
+    assert figure in re.findall(r"\d+\.\d+", paragraph)
 
 
 def test_a_deterministic_run_goes_on_with_as_many_threads(tmp_path: Path):

@@ -96,6 +96,27 @@ def test_ranges_of_all_ranks_make_one_file(ranks: list[Worker], tmp_path: Path, 
     assert joined(path, [*own.facts(), *found[str(path)].facts()])["bytes"] == 15
 
 
+def test_exchanges_under_way_at_once_do_not_mix(ranks: list[Worker], tmp_path: Path):
+    """As when completions are written while a checkpoint is on its way."""
+    slow, quick = tmp_path / "model.safetensors", tmp_path / "rank.jsonl"
+    found: list[set[str]] = []
+
+    def both(worker: Worker) -> None:
+        saving, adding = ferry.begin(worker), ferry.begin(worker)
+        assert saving and adding
+        if saving.away:
+            adding.write(quick, [(0, bytes_of(2))], Tally())
+            adding.finish(worker.progress)
+            saving.write(slow, [(worker.world.rank, bytes_of(1))], Tally())
+            saving.finish(worker.progress)
+        else:
+            found.extend(set(trip.finish(worker.progress)) for trip in (saving, adding))
+
+    assert together(ranks, both) == []
+    assert found == [{str(slow)}, {str(quick)}]
+    assert slow.read_bytes() == b"\0\1\1" and quick.read_bytes() == b"\2"
+
+
 def test_a_disk_that_refuses_is_told_after_all_is_heard(ranks: list[Worker], tmp_path: Path):
     (tmp_path / "file").touch()
 

@@ -25,6 +25,7 @@ from run_job import (
     without_times,
 )
 
+from fsdprl.disk_room import checkpoint_bytes
 from fsdprl.errors import UserError
 from fsdprl.records import read_json
 from fsdprl.run_checkpoints import Tracked, verify
@@ -382,27 +383,56 @@ def test_too_little_room_is_found_before_ranks_write(
     job.abandon()
 
 
-def test_a_disk_too_small_for_one_checkpoint_is_refused_at_once(
+def a_model(folder: Path, dtype: str, size: int) -> str:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(size))
+    (folder / "consolidated.safetensors").write_bytes(bytes(size))  # the same once more
+    (folder / "config.json").write_text(f'{{"dtype": "{dtype}"}}')
+    return str(folder)
+
+
+def test_what_a_checkpoint_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights, masters where the weights are narrower, and two moments; a critic's as well."""
+    half = a_model(tmp_path / "half", "bfloat16", 1000)
+    full = a_model(tmp_path / "full", "float32", 2000)
+    assert checkpoint_bytes({"model": half}) == 7000
+    assert checkpoint_bytes({"model": full}) == 6000
+    assert checkpoint_bytes({"model": half, "critic": full}) == 13_000
+    assert checkpoint_bytes({"model": half, "critic": ""}) == 14_000
+    assert checkpoint_bytes({"model": "of/hub"}) == checkpoint_bytes({"model": ""}) == 0
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    a_model(tmp_path / "hub/models--of--hub/snapshots/abc", "bfloat16", 10)
+    (tmp_path / "hub/models--of--hub/refs").mkdir()
+    (tmp_path / "hub/models--of--hub/refs/main").write_text("abc")
+    assert checkpoint_bytes({"model": "of/hub"}) == 70
+
+
+def test_room_for_two_checkpoints_is_demanded_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model = tmp_path / "m"
-    model.mkdir()
-    (model / "a.safetensors").write_bytes(bytes(1000))
-    (model / "config.json").write_text('{"dtype": "bfloat16"}')
+    """For one if only one is saved, or one is there already."""
 
-    def usage(free: int) -> None:
-        fake = type("Usage", (), {"free": free})
-        monkeypatch.setattr("fsdprl.run_folder.shutil.disk_usage", lambda path: fake)
+    def free(size: int) -> None:
+        fake = type("Usage", (), {"free": size})
+        monkeypatch.setattr("fsdprl.disk_room.shutil.disk_usage", lambda path: fake)
 
-    config = CONFIG | {"model": str(model)}
-    usage(6999)  # weights, masters and moments: 7 times 16-bit weights
-    job = Job(tmp_path / "run", config=config)
-    with pytest.raises(UserError, match="a checkpoint may take"):
-        job.open()
-    usage(7000)
-    roomy = Job(tmp_path / "other", config=config).open()
-    assert "room for one checkpoint" in roomy.said.getvalue()
-    roomy.abandon()
+    config = CONFIG | {"model": a_model(tmp_path / "m", "bfloat16", 1000)}
+    out = tmp_path / "run"
+    free(13_999)
+    with pytest.raises(
+        UserError, match=r"two checkpoints may take 1\.4e-05 GB .*--run\.save-every 0"
+    ):
+        Job(out, config=config, save_every=2).open()
+    assert not out.exists()
+    Job(tmp_path / "last-only", config=config, save_every=0).train()
+    free(14_000)
+    killed_at(out, 3, config=config, save_every=2)
+    free(7000)
+    Job(out, config=config, save_every=2).train()
+    free(6999)
+    with pytest.raises(UserError, match=r"a checkpoint may take 7e-06 GB and the disk has 7e-06"):
+        Job(tmp_path / "last", config=config, save_every=0).open()
+    assert not (tmp_path / "last").exists()
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):

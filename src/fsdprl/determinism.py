@@ -13,6 +13,11 @@ ENVIRONMENT = {
     "MKL_DYNAMIC": "FALSE",
 }
 """Read by the libraries when they are loaded."""
+COST = (
+    "--run.deterministic: the same numbers to the bit, for 1.09 times the processor time of a step (the quickstart's "
+    "on a CPU: BENCHMARKS.md; scripts/bench_step.py --deterministic measures it here)"
+)
+"""What a run with the flag says when it begins."""
 
 
 def prepare() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdprl import dryrun
+from fsdprl import determinism, dryrun
 from fsdprl.console import Console, clock, shorten
 from fsdprl.controller import current
 from fsdprl.data.chat import template_text
@@ -47,7 +47,7 @@ class Run:
         """Claims the folder, or continues it. Exits with 0 if it holds this very run, finished.
 
         UserError: the folder holds another run or is in use, a flag of RunOptions is out of range, or
-        the disk cannot hold a checkpoint.
+        the disk cannot hold its checkpoints.
         """
         self.options, self.controller = options, current()
         self.controller.may_skip = options.skip_nonfinite
@@ -73,8 +73,9 @@ class Run:
         if self.folder.finished:
             self.console.say(finished_message(options))
             raise SystemExit(0)
+        if options.deterministic:
+            self.console.say(determinism.COST)
         self.hosts = Hosts(self.path, self.console.say)
-        self.folder.check_space(str(self.folder.config.get("model", "")))
         self.folder.set_status("running", phase="starting", step=self.restored)
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
         self.shown = JsonLines(self.folder.completions / "shown.jsonl", self.console.warn)

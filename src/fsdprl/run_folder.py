@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import socket
 import time
 import uuid
@@ -17,6 +16,7 @@ from typing import IO, Any
 
 from fsdprl import run_changes
 from fsdprl.config import spelled
+from fsdprl.disk_room import check_room
 from fsdprl.errors import UserError
 from fsdprl.options import RunOptions
 from fsdprl.records import cut_back, read_json, read_lines, write_atomic, write_json
@@ -53,7 +53,7 @@ def examine(options: RunOptions, config: dict[str, Any], *, restarted: bool = Fa
     """Whether a run of this config may use the folder. Changes nothing.
 
     restarted: torchrun has started the same job again, which then continues whatever --run.resume says. Raises
-    UserError if a flag of `options` is out of range, or the folder holds something else.
+    UserError if a flag of `options` is out of range, the folder holds something else, or the disk is too small.
     """
     for name, least in (
         ("save_every", 0),
@@ -86,6 +86,8 @@ def examine(options: RunOptions, config: dict[str, Any], *, restarted: bool = Fa
     inside = inside and not restarted  # back to it once, not after every restart
     done = (read_json(path / "status.json") or {}).get("state") == "finished"
     done = bool(known) and done and not changes and not inside
+    if not done:
+        check_room(options, config)
     return Found(known, changes, given, inside, done, allowed)
 
 
@@ -305,27 +307,6 @@ class RunFolder:
         text = "\n\n".join(f"==== {who}\n{where}" for who, where in stacks.items())
         write_atomic(path, redacted(text) + "\n", sync=False)
         return path
-
-    def check_space(self, model: str) -> None:
-        """UserError if the disk cannot hold one checkpoint of a local model; a warning below two.
-
-        A checkpoint is the weights plus float32 masters and two Adam moments: up to 12 bytes a
-        parameter, counted from 16-bit weights.
-        """
-        weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-        config = read_json(Path(model) / "config.json") or {}
-        wide = "float32" in (config.get("dtype"), config.get("torch_dtype"))
-        need = weights * (3 if wide else 7)
-        free = shutil.disk_usage(self.path).free
-        if need > free:
-            raise UserError(
-                f"--run.out {self.path}: a checkpoint may take {need / 1e9:.1f} GB and the disk has "
-                f"{free / 1e9:.1f} GB free"
-            )
-        if 2 * need > free:
-            self.warn(
-                f"{self.path}: the disk has room for one checkpoint ({need / 1e9:.1f} GB) only"
-            )
 
     def shown_samples(self) -> list[dict[str, Any]]:
         return read_lines(self.completions / "shown.jsonl")

@@ -186,13 +186,9 @@ def signalled(verb: str, kind: str, code: int, **more: Any) -> Row:
 
 
 SIGNALS = [
-    *(signalled(verb, "term", 143, ranks=(1,), quick=verb == "generate") for verb in PHASES),
-    *(signalled(verb, "term", 1, ranks=(2,)) for verb in ("pull", "generate", "forward_backward", "optim_step")),
-    signalled("generate", "int", 130, ranks=(1,)),
-    signalled("forward_backward", "int", 130, ranks=(1,)),
-    signalled("generate", "int", 1, ranks=(2,)),
-    signalled("generate", "usr1", 138),
-    signalled("optim_step", "usr1", 1, ranks=(2,)),
+    *(signalled(verb, "term", 143, quick=verb == "generate") for verb in PHASES),
+    *(signalled(verb, "int", 130) for verb in ("generate", "forward_backward")),
+    *(signalled(verb, "usr1", 138) for verb in ("generate", "optim_step")),
 ]  # fmt: skip
 
 SAVES = [
@@ -204,14 +200,14 @@ SAVES = [
 KILL = "phase=commit,step=3,kind=sigkill"
 """As the last checkpoint is about to count: there are the one of two steps and the one of one."""
 DAMAGES = [
-    *(Row(number, name, fault=KILL, ends=-9, ranks=(1,), resumes=True, spoil=spoil, again=again, quick=quick)
+    *(Row(number, name, fault=KILL, ends=-9, resumes=True, spoil=spoil, again=again, quick=quick)
       for number, name, spoil, again, quick in (
           (31, "truncated", damage.truncate, r"step-000002 is damaged: model\.safetensors has \d+ bytes", False),
           (31, "flipped", damage.flip, r"step-000002 is damaged: the contents of trainer/optimizer\.safetensors", True),
           (31, "missing", damage.remove, r"step-000002 is damaged: trainer/optimizer\.safetensors is missing", False),
           (31, "swapped", damage.swap, r"step-000002 is damaged: .*(config|generation_config)\.json", False),
       )),
-    Row(32, "pickle", fault=KILL, ends=-9, ranks=(1,), resumes=True, spoil=damage.plant_pickles,
+    Row(32, "pickle", fault=KILL, ends=-9, resumes=True, spoil=damage.plant_pickles,
         again=r"step-000002 is damaged: .* of a kind that can hold code"),
 ]  # fmt: skip
 
