@@ -216,3 +216,11 @@ def test_a_folder_of_the_same_name_is_not_the_same_folder(tmp_path: Path, monkey
     (tmp_path / "sign").write_text("other")
     answer = ferry.look(Worker(), path=str(tmp_path / "sign"), token="mine")
     assert answer == {"seen": False, "node": 0}
+
+
+def test_a_shared_disk_may_be_slow(tmp_path: Path):
+    """A file of rank 0 that shows a little later is seen all the same."""
+    later = threading.Timer(0.3, (tmp_path / "sign").write_text, ("mine",))
+    later.start()
+    answer = ferry.look(Worker(), path=str(tmp_path / "sign"), token="mine")
+    assert answer == {"seen": True, "node": 0}
