@@ -133,7 +133,10 @@ def test_a_disk_that_refuses_is_told_after_all_is_heard(ranks: list[Worker], tmp
     assert all((tmp_path / f"good-{rank}" / "x").is_file() for rank in (1, 2))
 
 
-def test_a_checkpoint_is_fetched_once_a_host_and_dropped(ranks: list[Worker], tmp_path: Path):
+def test_a_checkpoint_is_fetched_once_a_host_and_dropped(
+    ranks: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ferry, "PIECE_BYTES", 64)
     source, into = tmp_path / "step-1", tmp_path / "copy"
     (source / "trainer").mkdir(parents=True)
     (source / "trainer" / "o").write_bytes(bytes(range(200)))
@@ -152,6 +155,35 @@ def test_a_checkpoint_is_fetched_once_a_host_and_dropped(ranks: list[Worker], tm
     assert ferry.here(ranks[1], tmp_path / "step-2") == tmp_path / "step-2"
     assert together(ranks, ferry.drop) == []
     assert not into.exists() and ferry.here(ranks[1], source) == source
+
+
+def test_every_other_host_gets_its_copy(
+    ranks: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And every piece counts as progress where it comes from and where it arrives: large models take long."""
+    progressed: list[int] = []
+    monkeypatch.setattr(Worker, "progress", lambda worker: progressed.append(worker.world.rank))
+    source, into = tmp_path / "step-1", tmp_path / "copy"
+    source.mkdir()
+    (source / "x").write_bytes(b"x")
+    for worker in ranks:
+        worker.state["ferry"].leaders = (1, 2)
+        assert together([worker], lambda w: ferry.fetch(w, path=str(source), into=str(into))) == []
+        if worker.world.rank:
+            assert (into / "x").read_bytes() == b"x"
+            (into / "x").unlink()
+    assert progressed == [0, 0, 1, 2]
+
+
+def test_rank_0_and_those_apart_are_members(monkeypatch: pytest.MonkeyPatch):
+    """Others must not wait for a group they are not in."""
+    made: list[list[int]] = []
+    monkeypatch.setattr(ferry, "cpu_group", made.append)
+    for rank in range(4):
+        worker = Worker(World(rank=rank, size=4))
+        ferry.join(worker, apart=[2, 3], leaders=[2])
+        assert (ferry.begin(worker) is not None) == (rank != 1)
+    assert made == [[0, 2, 3]] * 3
 
 
 def test_pieces_are_taken_in_to_the_end(tmp_path: Path):
