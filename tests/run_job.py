@@ -161,7 +161,7 @@ def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Undrawn:
     """Plots have their own test; here they would only take time."""
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], None], *, wanted: bool) -> None:
         self.folder = folder
 
     def draw(self) -> None:

@@ -14,12 +14,14 @@ from fsdprl.data.example_rows import ExampleFormat
 from fsdprl.data.feed import Course, Feed
 from fsdprl.data.rows import fingerprint
 from fsdprl.data.sources import open_source
+from tests import warm
 
 ROWS, COUNT = 23, 6
 
 
 @pytest.fixture(scope="module")
 def form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    warm.context()  # the same server as other tests': a process has one
     path = tmp_path_factory.mktemp("feed") / "texts.jsonl"
     lines = [{"prompt": f"say {i}", "completion": "x" * (1 + i % 5)} for i in range(ROWS)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

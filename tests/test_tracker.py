@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdprl.plots import Plots
+from fsdprl.plots import Plots, draw
 from fsdprl.sidecar import Sidecar
 from fsdprl.tracker import Trackers
 
@@ -242,6 +242,22 @@ def test_plots_are_drawn_beside_the_metrics(tmp_path: Path):
         "timing.png",
     ]
     assert (tmp_path / "plots" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_what_only_has_losses_the_loss_is_looked_at(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = [{"step": step, "actor/loss": 2.0 - step, "val/loss": 3.0 - step} for step in range(2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert draw(tmp_path) == [tmp_path / "plots" / "loss.png"]
+
+
+def test_plots_that_are_not_wanted_start_nothing(tmp_path: Path):
+    """--run.plots False"""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1}\n{"step": 1, "reward": 2}\n')
+    plots = Plots(tmp_path, print, wanted=False)
+    plots.draw()
+    assert plots.close() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_too_few_points_draw_nothing(tmp_path: Path):

@@ -155,6 +155,8 @@ class RunOptions:
     """Steps between console lines; metrics.jsonl has every step."""
     track: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = field(default=())
     """Trackers beside metrics.jsonl; they run in a child process and may fail without effect."""
+    plots: bool = True
+    """Draw OUT/plots (matplotlib) after each checkpoint and at the end: some seconds of a core, in a child process."""
     profile: str = ""
     """First and last step (from 0) of a torch profiler trace in OUT/profile, as 3:5; empty for none."""
     skip_nonfinite: int = 0

@@ -17,9 +17,9 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     (
         "reward",
         "reward",
-        r"(critic/(score|rewards)/mean|reward/mean|reward|eval/.*|.*_rewards/mean|val/.*)",
+        r"(critic/(score|rewards)/mean|reward/mean|reward|eval/.*|.*_rewards/mean|val/(?!loss).*)",
     ),
-    ("loss", "loss", r"((actor|critic)/(\w*loss|acc)|loss|eval/loss)"),
+    ("loss", "loss", r"((actor|critic)/(\w*loss|acc)|loss|val/loss)"),
     ("length", "tokens", r"(response_length|prompt_length)/(mean|max)"),
     ("policy", "", r"actor/(entropy|ppo_kl|kl_loss|pg_clipfrac|grad_norm)"),
     ("timing", "seconds", r"timing/(?!controller_overhead|non_overlap).*"),
@@ -30,12 +30,15 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
 class Plots:
     """The plots of a run folder. Never blocks, never raises."""
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        self.folder, self._warn = folder, warn
+    def __init__(self, folder: Path, warn: Callable[[str], None], *, wanted: bool = True) -> None:
+        """wanted: as --run.plots; else `draw` does nothing."""
+        self.folder, self._warn, self._wanted = folder, warn, wanted
         self._sidecar: Sidecar | None = None
 
     def draw(self) -> None:
         """Ask for all plots anew."""
+        if not self._wanted:
+            return
         if self._sidecar is None:
             log = self.folder / "plots.log"
             self._sidecar = Sidecar("plots", "fsdprl.plots", log, self._warn)
@@ -66,7 +69,8 @@ def draw(folder: Path) -> list[Path]:
         curves = {name: points for name, points in curves.items() if len(points[0]) > 1}
         if not curves:
             continue
-        figure = figures.Figure(figsize=(7, 4), layout="constrained")
+        figure = figures.Figure(figsize=(7, 4))
+        figure.subplots_adjust(left=0.11, right=0.98, top=0.97, bottom=0.12)
         axes = figure.subplots()
         for name, (steps, values) in curves.items():
             marker = "o" if len(steps) < len(rows) / 2 else None

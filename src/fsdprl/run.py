@@ -80,7 +80,7 @@ class Run:
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
         self.shown = JsonLines(self.folder.completions / "shown.jsonl", self.console.warn)
         self.trackers = Trackers(options.track, self.path, self.console.warn)
-        self.plots = Plots(self.path, self.console.warn)
+        self.plots = Plots(self.path, self.console.warn, wanted=options.plots)
         self.saves = Saves(
             self.folder.checkpoints,
             self.tracked,

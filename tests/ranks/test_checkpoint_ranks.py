@@ -1,9 +1,6 @@
 """Loading, saving and streaming over several ranks: uneven shards, ranks without rows, replicas."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +8,9 @@ import tiny
 import torch
 
 from fsdprl.checkpoint_io import save_tensors
+from tests.warm import WarmJob
 
 SCRIPT = Path(__file__).with_name("checkpoint_ranks.py")
-TESTS = SCRIPT.parent.parent
-
 
 SOURCES = {
     "tied": {"kind": "qwen2_tied", "shard": "20KB"},
@@ -34,17 +30,8 @@ def work(tmp_path_factory) -> Path:
     generator = torch.Generator().manual_seed(1)
     state = {f"p{rows}": torch.randn(rows, 3, generator=generator) for rows in (1, 2, 5, 12)}
     save_tensors({**state, "step": torch.tensor(3.0)}, folder / "state")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "4", str(SCRIPT), str(folder)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    end = WarmJob([str(SCRIPT), str(folder)], ranks=4).end(150)
+    assert end.code == 0, end.err[-6000:]
     return folder
 
 

@@ -1,8 +1,6 @@
 """Gradients, norms and steps do not depend on the number of ranks, nor on who holds which row."""
 
 import functools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from fsdprl.world import World
+from tests.warm import WarmJob
 
 SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
-TESTS = SCRIPT.parent.parent
 SOURCES = {
     "plain": "qwen3",
     "recomputed": "qwen2_tied",
@@ -56,17 +54,8 @@ def folder(tmp_path_factory):
         for ranks, cases in RUNS.items()
         for case in cases
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "4", str(SCRIPT), str(made), *arguments],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    end = WarmJob([str(SCRIPT), str(made), *arguments], ranks=4).end(150)
+    assert end.code == 0, end.err[-6000:]
     return made
 
 

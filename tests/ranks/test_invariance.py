@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from jobs import HERE, Job
 
 from tests import tiny
 from tests.every_loss import library_losses
+from tests.warm import WarmJob
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +27,7 @@ def results(folder: Path, kind: str, ranks: int, dtype: str) -> dict[str, dict[s
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [
-        str(HERE / "invariance.py"),
+        str(Path(__file__).with_name("invariance.py")),
         "--model",
         str(tiny.checkpoint(kind)),
         "--data",
@@ -35,8 +35,8 @@ def results(folder: Path, kind: str, ranks: int, dtype: str) -> dict[str, dict[s
         "--out",
         str(folder),
     ]
-    budgets = ("4096", "40") if dtype == "float64" and ranks < 3 else ("4096",)
-    end = Job([*words, "--dtype", dtype, "--budgets", *budgets], ranks=ranks).end(timeout_s=170)
+    budgets = {1: ("4096", "40"), 2: ("40",)}.get(ranks, ("4096",))
+    end = WarmJob([*words, "--dtype", dtype, "--budgets", *budgets], ranks=ranks).end(timeout_s=170)
     assert end.code == 0, end.err
     return json.loads((folder / f"{ranks}.json").read_text())
 

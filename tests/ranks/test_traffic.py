@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import HERE, Job
 
 from tests import tiny
+from tests.warm import WarmJob
 
 pytestmark = pytest.mark.ranks
 
@@ -16,7 +16,7 @@ def step(folder: Path, max_new_tokens: int) -> dict[str, float]:
     rows = [{"prompt": "p" * (1 + i % 5), "answer": "1"} for i in range(16)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [
-        HERE / "traffic.py",
+        Path(__file__).with_name("traffic.py"),
         "--model",
         tiny.checkpoint("qwen2_tied"),
         "--data",
@@ -24,7 +24,7 @@ def step(folder: Path, max_new_tokens: int) -> dict[str, float]:
         "--out",
         folder,
     ]
-    end = Job([*map(str, words), "--max-new-tokens", str(max_new_tokens)], ranks=2).end(
+    end = WarmJob([*map(str, words), "--max-new-tokens", str(max_new_tokens)], ranks=2).end(
         timeout_s=150
     )
     assert end.code == 0, end.err

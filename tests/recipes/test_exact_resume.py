@@ -16,7 +16,7 @@ from fsdprl.comparing import metric_differences, run_differences
 from fsdprl.records import read_json, read_lines
 from tests.ranks.jobs import Job
 from tests.recipes.processes import RECIPES, start, task, words
-from tests.recipes.warm import WarmJob
+from tests.warm import WarmJob
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 STEPS, EVERY = 12, 3
@@ -201,7 +201,7 @@ def test_a_second_signal_exits_at_once(files, tmp_path):
     assert job.process.poll() is None
     began = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
-    assert job.process.wait(5.0) == 128 + signal.SIGTERM
+    assert job.end(5.0).code == 128 + signal.SIGTERM
     assert time.monotonic() - began < 2.0
     job.end(20.0)
 

@@ -202,6 +202,7 @@ def teach(path: str, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
+@SLOW
 def test_a_second_answer_is_corrected(files: dict[str, str], tmp_path: Path):
     metrics = run(
         "grpo_self_correct",
@@ -216,6 +217,7 @@ def test_a_second_answer_is_corrected(files: dict[str, str], tmp_path: Path):
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 
 
+@SLOW
 def test_the_calculator_is_used(tmp_path: Path):
     """A model that has seen tools used now and then, and guesses made as often as not, learns to use them always."""
     draw = random.Random(0)

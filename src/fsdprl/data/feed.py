@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdprl.data import order
+from fsdprl.data.processes import data_processes
 from fsdprl.data.row_tokens import TokenRow
 from fsdprl.data.sources import format_of, open_source
 from fsdprl.errors import UserError
@@ -122,7 +123,7 @@ class Feed:
             num_workers=workers,
             prefetch_factor=AHEAD,
             collate_fn=_as_it_is,
-            multiprocessing_context="spawn",  # a fork would copy locks that threads of a rank hold
+            multiprocessing_context=data_processes(),
         )
         self._batches = iter(self.loader)
 

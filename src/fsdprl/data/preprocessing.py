@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -27,6 +26,7 @@ from fsdprl.data import templates
 from fsdprl.data.chat import load_tokenizer
 from fsdprl.data.handlers import HANDLERS, Handled, Purpose, adapted
 from fsdprl.data.mixture import Mixture, read_as
+from fsdprl.data.processes import data_processes
 from fsdprl.data.rows import Rows, fingerprint, open_rows
 from fsdprl.errors import UserError
 
@@ -150,8 +150,7 @@ def _chunks(options: Preprocess, count: int) -> Iterator[Made]:
     if options.workers <= 1:
         yield from (make(options, start) for start in starts)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(options.workers, mp_context=data_processes()) as pool:
         yield from pool.map(functools.partial(make, options), starts)
 
 
