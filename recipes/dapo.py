@@ -113,11 +113,11 @@ def main(cfg: Config) -> None:
         for prompts in pool.rounds(P, cfg.max_rounds):
             batch = sampler.generate(prompts, n=G)
             batch["reward"] = rewards(batch)
-            run.log(rewards.metrics(batch))
             if cfg.overlong_buffer:
                 exceed = batch["length"] - (cfg.max_new_tokens - cfg.overlong_buffer)
                 penalty = (exceed / cfg.overlong_buffer).clamp(0, 1)
                 batch["reward"] -= cfg.overlong_penalty * penalty
+            run.log(rewards.metrics(batch))
             run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
             run.record(batch)
             batch["advantage"] = rl.advantages.group_normalized(batch["reward"], batch["group"])

@@ -75,8 +75,8 @@ def surrogate(logp, logp_old, advantage, is_weight, *, clip_low, clip_high, dual
         ratio = ratio.clamp(max=dual_clip)  # binds where the advantage is negative
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -(ratio * advantage).minimum(clipped * advantage)
-    binds = (clipped * advantage < ratio * advantage).to(loss.dtype)
-    metrics = {"pg_loss": loss, "pg_clipfrac": binds, "ppo_kl": logp_old - logp}
+    shares = rl.losses.clip_shares(clipped * advantage < ratio * advantage, advantage)
+    metrics = {"pg_loss": loss, "ppo_kl": logp_old - logp, **shares}
     return rl.losses.reweigh((loss, metrics), is_weight)
 
 

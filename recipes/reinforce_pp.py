@@ -120,6 +120,8 @@ def main(cfg: Config) -> None:
         reward = rl.advantages.last_token_reward
         if reference:
             reward = partial(rl.advantages.token_reward, kl_coef=cfg.kl_coef)
+            batch.apply(rl.kl.log_ratio, out="log_ratio", phase="kl")
+            run.log({"kl": batch.reduce("log_ratio").mean})
         batch.apply(reward, out="token_reward")
         batch.apply(partial(rl.advantages.discounted_returns, gamma=cfg.gamma), out="advantage")
         over = batch.reduce("advantage")

@@ -116,7 +116,7 @@ def main(cfg: Config) -> None:
             batch.apply(rl.kl.log_ratio, out="log_ratio", phase="kl")
             batch["kl"] = batch.row_sum("log_ratio", phase="kl")
             batch["reward"] -= cfg.kl_coef * batch["kl"]
-            run.log({"actor/kl": batch["kl"].mean()})
+            run.log({"actor/kl": batch["kl"].mean(), "kl": batch.reduce("log_ratio").mean})
 
         # Rows without an advantage teach nothing and are left out, but they count.
         batch["advantage"] = rl.advantages.leave_one_out(batch["reward"], batch["group"])

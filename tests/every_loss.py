@@ -12,7 +12,7 @@ from fsdprl import coupled, losses, preference, surrogates
 from fsdprl.losses import RowLoss, TokenLoss
 from tests.recipes.stage import ROOT, recipe
 
-DIFFERENTIATED = ("logp", "entropy", "balance", "value", "score")
+DIFFERENTIATED = ("logp", "entropy", "balance", "logp_top", "value", "score")
 """Columns of the forward pass that have a gradient; a loss's first column is one of them."""
 
 
@@ -73,6 +73,12 @@ def columns(seed: int) -> dict[str, Tensor]:
         "desirable": rows % 3 == 0,
         "correct": rows % 3 != 0,
     }
+
+    def words(count: int = 4) -> Tensor:
+        """Log-probs of four words of each token, which leave something to others."""
+        chances = torch.rand(len(segment), count, generator=draw, dtype=torch.float64) + 0.1
+        return (chances / (chances.sum(1, keepdim=True) + 0.5)).log()
+
     return {
         "segment": segment,
         "logp": (old + noise(0.4)).clamp(max=-1e-3),
@@ -88,4 +94,6 @@ def columns(seed: int) -> dict[str, Tensor]:
         "is_weight": noise().abs(),
         "score": noise(count=8),
         **{name: values[segment] for name, values in sample.items()},
+        "logp_top": words(),
+        "logp_teacher_top": words(),
     }

@@ -21,7 +21,7 @@ class FakeController:
 
     def __init__(self, ranks: int) -> None:
         self.world_size = ranks
-        self.step = self.redrawn = 0
+        self.step, self.redrawn, self.log_entropy = 0, 0, False
         self.timeline = Timeline()
         self.phases = Phases(self)  # type: ignore[arg-type]
         self.workers = [

@@ -15,6 +15,7 @@ from fsdprl.advantages import (
     leave_one_out,
     token_reward,
     whiten,
+    with_teacher,
 )
 
 
@@ -181,3 +182,12 @@ def test_decoupled_rewards_keep_their_say():
     assert decoupled([t(1, 1, 2, 2)], group).tolist() == [0, 0, 0, 0]
     with pytest.raises(ValueError, match="1 weights for 2 rewards"):
         decoupled([wide, narrow], group, weights=[1.0])
+
+
+def test_a_teacher_beside_a_reward_by_hand():
+    base, teacher, old = (
+        torch.tensor(x, dtype=torch.float64) for x in ([1, -1], [-1, -3], [-2, -1])
+    )
+    assert with_teacher(base, teacher, old, coef=0.5).tolist() == [1.5, -2.0]
+    with pytest.raises(ValueError, match="one shape"):
+        with_teacher(base[:1], teacher, old, coef=0.5)

@@ -52,6 +52,52 @@ def test_metrics_by_hand(batch: Batch):
     )
 
 
+def test_names_of_ms_swift_by_hand(batch: Batch):
+    """Row 0 has gaps ln 3, 0 and ln 0.1, row 1 has ln 2 twice; capped at 2.5, so that one weight of five is cut."""
+    theirs = torch.stack([-batch.row_sum("logp_sampler") / torch.tensor([3, 2])])[0].tolist()
+    gaps = [-math.log(0.3) / 3, -math.log(2)]
+    ours = [log + gap for log, gap in zip(theirs, gaps, strict=True)]
+    metrics = correct(batch, CorrectionOptions(kind="tis", cap=2.5))
+    kl = -sum(math.log(rho) for rho in RHO) / 5
+    expected = {
+        "kl": kl,
+        "k3_kl": 8.1 / 5 - 1 + kl,
+        "chi2_token": 18.01 / 5 - 1,
+        "chi2_seq": (0.3 ** (2 / 3) + 4) / 2 - 1,
+        "ess": 8.1**2 / (5 * 18.01),
+        "is_weight_mean": 7.6 / 5,
+        "clipped_frac": 1 / 5,
+        "training_log_ppl": sum(ours) / 2,
+        "training_ppl": (math.exp(ours[0]) + math.exp(ours[1])) / 2,
+        "rollout_log_ppl": sum(theirs) / 2,
+        "rollout_ppl": (math.exp(theirs[0]) + math.exp(theirs[1])) / 2,
+        "log_ppl_diff": sum(gaps) / 2,
+        "log_ppl_abs_diff": (gaps[0] - gaps[1]) / 2,
+        "log_ppl_diff_max": gaps[0],
+        "log_ppl_diff_min": gaps[1],
+        "ppl_ratio": (math.exp(gaps[0]) + 0.5) / 2,
+    }
+    got = {
+        n.partition("/")[2]: v for n, v in metrics.items() if n.startswith("rollout_correction/")
+    }
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "share"),
+    [
+        ("tis", {}, 3 / 5),  # the default cap: 3 is cut, and 2 is at it
+        ("icepop", {"low": 0.5, "high": 2.5}, 2 / 5),
+        ("sequence_tis", {"cap": 3.0}, 2 / 5),  # 0.3 and 4
+        ("geometric_mask", {"low": 0.5, "high": 1.0}, 2 / 5),
+        ("geometric_mask_tis", {"low": 0.5, "high": 1.0, "cap": 2.5}, 3 / 5),
+    ],
+)
+def test_share_that_a_correction_bounds(batch: Batch, kind, bounds, share):
+    metrics = correct(batch, CorrectionOptions(kind=kind, **bounds))
+    assert metrics["rollout_correction/clipped_frac"] == pytest.approx(share)
+
+
 def test_without_a_correction_every_token_weighs_one(batch: Batch):
     assert correct(batch, CorrectionOptions()) == mismatch(batch)
     assert weights(batch) == [1.0] * 5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tracking import TensorTracker
 
-from fsdprl.heads import head_logp
+from fsdprl.heads import head_logp, head_top
 
 TOKENS, WORDS, HIDDEN = 23, 101, 16
 
@@ -59,6 +59,21 @@ def test_gradcheck_without_entropy():
     assert torch.equal(logp(*tensors), head_logp(*tensors, target, None, chunk_tokens=3)[0])
 
 
+def test_an_entropy_without_gradient_leaves_that_of_log_probs():
+    tensors, target = inputs(bias=False)
+    wrt, found = tensors[:2], []
+    for also in ((), ("entropy",)):
+        logp, _ = head_logp(*tensors, target, None, chunk_tokens=5, also=also)
+        found.append(torch.autograd.grad(logp.sum(), wrt))
+    assert all(map(torch.equal, *found))
+    entropy = head_logp(*tensors, target, None, chunk_tokens=5, also=["entropy"])[1]["entropy"]
+    want = plain(*tensors, target, torch.ones(TOKENS, dtype=torch.float64))[1]
+    for mine, theirs in zip(
+        *(torch.autograd.grad(it.sum(), wrt) for it in (entropy, want)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
 def test_hand_computed():
     """Two words with logits ln 3 and 0 at temperature 1: p = 3/4, two draws agree 5 times of 8; at
     temperature 1/2: 9/10, 41 of 50."""
@@ -69,6 +84,42 @@ def test_hand_computed():
     assert logp.exp().tolist() == pytest.approx([0.75, 0.1])
     assert others["entropy"].tolist() == pytest.approx([0.562335144618808, 0.325082973391448])
     assert others["collision"].exp().tolist() == pytest.approx([0.625, 0.82])
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_log_probs_of_more_words_with_their_gradients(chunk):
+    """Those of the target among them, one of them twice, beside an entropy."""
+    tensors, target = inputs()
+    temperature = torch.rand(TOKENS, dtype=torch.float64) + 0.3
+    choices = torch.stack([target, target.flip(0), torch.zeros_like(target)], 1)
+    logits = (tensors[0] @ tensors[1].T + tensors[2]) / temperature[:, None]
+    every, weights = logits.log_softmax(-1), torch.randn(TOKENS, 4, dtype=torch.float64)
+    found = head_logp(
+        *tensors, target, temperature, chunk_tokens=chunk, also=["entropy"], choices_SK=choices
+    )
+    entropy, top = found[1]["entropy"], found[1]["logp_top"]
+    want_top = every.gather(1, choices)
+    torch.testing.assert_close(top, want_top, rtol=1e-12, atol=1e-12)
+    picked = every.gather(1, target[:, None])
+    torch.testing.assert_close(found[0], picked[:, 0], rtol=1e-12, atol=1e-12)
+    mine = (torch.cat([found[0][:, None], top], 1) * weights).sum() + 2 * entropy.sum()
+    want = (torch.cat([picked, want_top], 1) * weights).sum()
+    want = want - 2 * (every.exp() * every).sum()
+    for got, theirs in zip(*(torch.autograd.grad(it, tensors) for it in (mine, want)), strict=True):
+        torch.testing.assert_close(got, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_the_likeliest_words():
+    tensors, _ = inputs()
+    temperature = torch.full((TOKENS,), 0.5, dtype=torch.float64)
+    every = (2 * (tensors[0] @ tensors[1].T + tensors[2])).log_softmax(-1)
+    ids, logp = head_top(*tensors, temperature, 7, chunk_tokens=5)
+    want, where = every.topk(7, dim=1)
+    assert ids.dtype == torch.int32 and torch.equal(ids.long(), where) and not logp.requires_grad
+    torch.testing.assert_close(logp, want.detach(), rtol=1e-12, atol=1e-12)
+    assert head_top(*tensors, None, 10**6, chunk_tokens=5)[0].shape == (TOKENS, WORDS)
+    none = (tensors[0][:0], *tensors[1:])
+    assert [it.shape for it in head_top(*none, None, 7, chunk_tokens=5)] == [(0, 7), (0, 7)]
 
 
 def test_two_draws_of_a_certain_word_agree():

@@ -1,5 +1,6 @@
 """Token losses against hand-computed values, finite differences, and their refusals."""
 
+import itertools
 import math
 from functools import partial
 
@@ -17,6 +18,7 @@ from fsdprl.losses import (
     combine,
     distill_loss,
     entropy_bonus,
+    gkd_loss,
     gspo_surrogate,
     kl_penalty,
     policy_gradient,
@@ -132,8 +134,9 @@ def test_cispo_weighs_but_never_drops():
     assert loss.tolist() == pytest.approx(expected)
     loss.sum().backward()
     assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-1.5, -5, 5, 0])
-    assert metrics["pg_clipfrac"].tolist() == [0, 1, 1, 0]
-    low, _ = cispo_loss(logp, t(0, 0, 0, 0), t(1, 1, 1, 1), ratio_low=0.8, ratio_high=5.0)
+    assert metrics["pg_clipfrac"].tolist() == [0, 1, 1, 0] == metrics["pg_clipfrac_high"].tolist()
+    low, metrics = cispo_loss(logp, t(0, 0, 0, 0), t(1, 1, 1, 1), ratio_low=0.8, ratio_high=5.0)
+    assert metrics["pg_clipfrac_low"].tolist() == [0, 0, 0, 1]
     assert low[3].item() == pytest.approx(-0.8 * math.log(0.5))
 
 
@@ -147,6 +150,55 @@ def test_likelihood_and_policy_gradient():
     # The student finds the first token likelier than the teacher does: its log-prob must fall.
     assert logp.grad is not None and logp.grad.tolist() == [1, -2]
     assert metrics["reverse_kl"].tolist() == [1, -2]
+
+
+def shares(*rows):
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def test_gkd_by_hand():
+    """Teacher 1/2, 1/4 and 1/4 for all others, student 1/4, 1/4 and 1/2: their mean is 3/8, 1/4, 3/8."""
+    teacher, student = shares([1 / 2, 1 / 4]), shares([1 / 4, 1 / 4])
+    for beta, expected in {
+        0.0: 0.5 * math.log(2) - 0.25 * math.log(2),
+        1.0: -0.25 * math.log(2) + 0.5 * math.log(2),
+        0.5: 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3),
+        0.25: 0.25 * (0.5 * math.log(8 / 5) + 0.25 * math.log(4 / 7))
+        + 0.75 * (0.25 * math.log(4 / 5) + 0.5 * math.log(8 / 7)),
+    }.items():
+        loss, metrics = gkd_loss(student, teacher, beta=beta)
+        assert loss.tolist() == pytest.approx([expected]) == metrics["divergence"].tolist()
+        assert metrics["teacher_tail"].tolist() == pytest.approx([0.25])
+    near = gkd_loss(student, teacher, beta=1e-6)[0] / 1e-6
+    assert near.item() == pytest.approx(gkd_loss(student, teacher, beta=0.0)[0].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_gkd_is_a_lower_bound_of_the_divergence_over_all_words(beta: float):
+    torch.manual_seed(0)
+    both = torch.randn(2, 50, 12, dtype=torch.float64).log_softmax(-1)
+    order = both[0].argsort(dim=1, descending=True)
+    student, teacher = both[1].gather(1, order), both[0].gather(1, order)
+    found = [gkd_loss(student[:, :k], teacher[:, :k], beta=beta)[0] for k in (1, 3, 8, 12)]
+    for fewer, more in itertools.pairwise(found):
+        assert (fewer <= more + 1e-12).all() and (fewer < more).any()
+    kl = torch.nn.functional.kl_div
+    if beta in (0.0, 1.0):
+        first, second = (teacher, student) if beta == 0.0 else (student, teacher)
+        whole = kl(second, first, log_target=True, reduction="none").sum(1)
+    else:
+        mixed = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+        whole = beta * kl(mixed, teacher, log_target=True, reduction="none").sum(1)
+        whole += (1 - beta) * kl(mixed, student, log_target=True, reduction="none").sum(1)
+    torch.testing.assert_close(found[-1], whole, rtol=1e-9, atol=1e-11)
+
+
+def test_gkd_of_certain_words_is_finite():
+    """In float32 a few words may add up to 1 or more."""
+    student = torch.tensor([[0.0, -30.0], [-0.1, -2.5]], requires_grad=True)
+    loss, _ = gkd_loss(student, torch.tensor([[1e-6, -40.0], [0.0, -20.0]]))
+    loss.sum().backward()
+    assert loss.isfinite().all() and student.grad is not None and student.grad.isfinite().all()
 
 
 def test_distillation_follows_the_reverse_kl():
@@ -272,3 +324,23 @@ def test_losses_travel_by_name():
     assert positional_names(losses.gspo_surrogate) == ("logp", "logp_old", "advantage", "segment")
     assert positional_names(losses.value_loss) == ("value", "value_old", "returns")
     assert RowLoss(t(1)).metrics == {}
+
+
+def test_shares_of_answers_by_hand():
+    """Three answers of 2, 1 and 3 tokens, of which 1/2, 0 and 1/3 are clipped low; the fourth has no token."""
+    clipped = torch.tensor([True, False, False, False, False, True])
+    shares = losses.clip_shares(clipped, t(-1, 1, 1, 1, 1, -1))
+    assert shares["pg_clipfrac_low"].tolist() == [1, 0, 0, 0, 0, 1]
+    assert shares["pg_clipfrac_high"].sum() == 0
+    segment = torch.tensor([0, 0, 1, 2, 2, 2])
+    found = losses.row_extremes(shares, segment)
+    assert found.keys() == {
+        f"{how}/pg_clipfrac_{it}" for how in ("min", "max") for it in ("low", "high")
+    }
+    assert [found[f"{how}/pg_clipfrac_low"].item() for how in ("min", "max")] == [0, 0.5]
+    some = losses.row_extremes({"entropy": t(1, 3, 5)}, torch.tensor([0, 0, 2]))  # row 1 is empty
+    assert {name: value.item() for name, value in some.items()} == {
+        "min/entropy": 2,
+        "max/entropy": 5,
+    }
+    assert losses.row_extremes({"entropy": t()}, torch.zeros(0, dtype=torch.int64)) == {}

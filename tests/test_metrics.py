@@ -10,7 +10,17 @@ import torch
 
 from fsdprl.controller import Span
 from fsdprl.errors import UserError
-from fsdprl.metrics import StepMetrics, counted, covered, jsonable, merge, throughput, timings
+from fsdprl.metrics import (
+    ALSO,
+    StepMetrics,
+    averaged,
+    counted,
+    covered,
+    jsonable,
+    merge,
+    throughput,
+    timings,
+)
 from fsdprl.plan import Plan
 from fsdprl.records import JsonLines, Patience, cut_back, read_lines, write_atomic
 
@@ -33,6 +43,21 @@ def test_repeated_names_are_averaged_and_extremes_kept():
     assert metrics.merged() == {"actor/loss": 2.5, "x/max": 5.0, "x/min": -1.0, "flag": 1.0}
     for how, value in {"max_length": 5.0, "min_length": 2.0, "mean_length": 3.5}.items():
         assert merge(f"completions/{how}", [2.0, 5.0]) == value
+    for how, value in {"high_max": 5.0, "low_min": 2.0, "low_mean": 3.5, "maximum": 3.5}.items():
+        assert merge(f"clip_ratio/{how}", [2.0, 5.0]) == value
+
+
+def test_an_update_on_two_ranks_by_hand():
+    """Sums are added and divided by what they weigh; of answers' extremes the outer one stays."""
+    replies = [
+        {"loss": 1.0, "metric/entropy": 3.0, "weight/entropy": 1.0, "min/entropy": 0.5, "max/entropy": 4.0},
+        {},
+        {"loss": 2.0, "metric/entropy": 1.0, "weight/entropy": 1.0, "min/entropy": 1.0, "max/entropy": 6.0},
+    ]  # fmt: skip
+    own = {"actor/loss": 3.0, "actor/entropy": 2.0}
+    assert averaged(replies, "actor") == own
+    twice = {"entropy/mean": 2.0, "entropy/min": 0.5, "entropy/max": 6.0}
+    assert averaged(replies, "actor", ALSO) == own | twice
 
 
 @pytest.mark.parametrize("value", ["text", None, torch.zeros(2), [1.0]])

@@ -211,7 +211,16 @@ def test_masked_rows_have_no_advantage(batch):
     assert total.tolist() == pytest.approx([2, 3, 8 / 3, 3, 2, 7 / 3, 2, 3])
     assert made["masked"].tolist() == [False, False, True, False, False, True, False, False]
     assert fake.timeline.drain()[1]["reward/masked"] == 2
-    assert rewards.metrics(made) == {"odd_rewards/mean": 0.5, "sometimes_down_rewards/mean": 1.0}
+    assert rewards.metrics(made) == pytest.approx(
+        {
+            "odd_rewards/mean": 0.5,
+            "rewards/odd/mean": 0.5,
+            "rewards/odd/std": (2 / 7) ** 0.5,
+            "sometimes_down_rewards/mean": 1.0,
+            "rewards/sometimes_down/mean": 1.0,
+            "rewards/sometimes_down/std": 0.0,
+        }
+    )
 
 
 def test_none_everywhere_ends_the_run_and_rows_name_their_rewards(batch):

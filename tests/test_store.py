@@ -47,6 +47,26 @@ def test_wrong_shapes_are_refused():
         store.column("y", [0])
 
 
+def test_columns_of_several_numbers_a_token():
+    store = Store()
+    store.put(7, row(5, 2))
+    store.put(4, row(2, 2))  # no loss tokens at all
+    store.put(3, row(3, 1))
+    values = torch.arange(10.0).view(5, 2)
+    store.set_column("top", [7, 4, 3], values)
+    assert store.column("top", [3, 7]).tolist() == [[6, 7], [8, 9], [0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="for 3 loss tokens"):
+        store.set_column("top", [7], torch.zeros(2, 3))
+    store.set_column("ids", [7, 4, 3], values.int())
+    for i, back in decode_rows(encode_rows([(i, store.rows[i]) for i in (4, 3, 7)])):
+        for name in ("top", "ids"):
+            want = store.rows[i].columns[name]
+            assert torch.equal(back.columns[name], want) and back.columns[name].dtype == want.dtype
+    store.rows[3].columns["top"] = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="column 'top' has types"):
+        encode_rows([(i, store.rows[i]) for i in (3, 7)])
+
+
 def test_set_column_does_not_keep_the_packed_tensor_alive():
     store = Store()
     store.put(0, row(4, 2))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsdprl import surrogates as surrogates
     from fsdprl import tools as tools
     from fsdprl import weights as weights
+    from fsdprl.anchors import anchored_advantages as anchored_advantages
     from fsdprl.batch import Batch as Batch
     from fsdprl.clipping import clips as clips
     from fsdprl.conversation import Conversation as Conversation
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from fsdprl.scoring import Rewards as Rewards
 
 NAMES: dict[str, str] = {
+    "anchored_advantages": "anchors",
     "Batch": "batch",
     "clips": "clipping",
     "Conversation": "conversation",

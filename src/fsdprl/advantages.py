@@ -73,7 +73,7 @@ def batch_normalized(reward: Tensor, *, eps: float = 1e-8) -> Tensor:
     """(reward - mean) / (unbiased std + eps) over the batch (REINFORCE++, Hu 2025, eq. 8).
 
     [N] float64; 0 with fewer than two samples. Give it group_centered rewards for REINFORCE++ with
-    a group baseline (eps as in Lite PPO, Liu et al. 2025, and TRL's scale_rewards="batch").
+    a group baseline (as TRL's scale_rewards="batch").
     """
     reward = reward.to(torch.float64)
     if len(reward) < 2:
@@ -117,6 +117,13 @@ def last_token_reward(reward: Tensor, segment: Tensor) -> Tensor:
     """The row's reward on its last loss token, 0 on the others: [S]."""
     check_shapes(reward=reward, segment=segment)
     return torch.where(is_last(segment), reward, torch.zeros_like(reward))
+
+
+def with_teacher(base: Tensor, logp_teacher: Tensor, logp_old: Tensor, *, coef: float) -> Tensor:
+    """base + coef * (logp_teacher - logp_old): a reward's advantage, and minus the reverse KL to a teacher
+    as the token that was sampled estimates it (Lu 2025, "On-policy distillation"; ms-swift's OPD-RL): [S]."""
+    check_shapes(base=base, logp_teacher=logp_teacher, logp_old=logp_old)
+    return base + coef * (logp_teacher - logp_old)
 
 
 def discounted_returns(token_reward: Tensor, segment: Tensor, *, gamma: float = 1.0) -> Tensor:

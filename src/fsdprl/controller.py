@@ -138,7 +138,7 @@ class Controller:
         self.uninterruptible = False
         self.changed = False
         """The step under way has changed what a checkpoint holds: it must be finished before a save."""
-        self.skipped, self.may_skip = 0, 0
+        self.skipped, self.may_skip, self.log_entropy = 0, 0, False
         """Updates left out because they were not finite, and how many may be (--run.skip-nonfinite)."""
         self.leaving: BaseException | None = None
         """Set by a signal that came when `changed`; the run raises it once the step is saved."""

@@ -1,5 +1,7 @@
 """The gap between trainer and engine over a batch: what to log, and a token weight against it."""
 
+import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -49,8 +51,8 @@ def mismatch(batch: Batch) -> dict[str, float]:
 
 def correct(batch: Batch, options: CorrectionOptions) -> dict[str, float]:
     """Make token column `is_weight`, which multiplies the policy loss (losses.reweigh), and return
-    metrics: those of `mismatch`, and for a correction rollout/is_weight, its mean, and
-    rollout/masked, the share of tokens that it takes out of the loss.
+    metrics: those of `mismatch`, and for a correction rollout/is_weight, its mean, rollout/masked,
+    the share of tokens that it takes out of the loss, and those of `as_ms_swift`.
 
     kind "none" weighs every token 1. Raises UserError for a bound that the kind does not have.
     """
@@ -67,9 +69,50 @@ def correct(batch: Batch, options: CorrectionOptions) -> dict[str, float]:
     if options.kind == "none":
         batch.apply(corrections.ones, out="is_weight")
         return metrics
-    batch.apply(partial(FUNCTIONS[options.kind], **bounds), out="is_weight")
+    function = FUNCTIONS[options.kind]
+    batch.apply(partial(function, **bounds), out="is_weight")
     if metrics:
         batch.apply(corrections.masked, out="is_masked")
         metrics["rollout/is_weight"] = batch.reduce("is_weight").mean
         metrics["rollout/masked"] = batch.reduce("is_masked").mean
+        cap = inspect.signature(function).parameters.get("cap")
+        batch.apply(
+            partial(corrections.bounded, cap=bounds.get("cap", cap.default if cap else None)),
+            out="is_bounded",
+        )
+        metrics |= as_ms_swift(batch, metrics)
     return metrics
+
+
+def as_ms_swift(batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+    """`rollout_correction/*`, which ms-swift and verl log beside a correction, from `mismatch` and is_weight.
+
+    Over tokens: kl, k3_kl and chi2_token, all of the engine's distribution to the trainer's; ess, is_weight_mean, and
+    clipped_frac, the share that the correction bounds or masks. Over answers with tokens, from the mean log-prob of an
+    answer: training_log_ppl, rollout_log_ppl and their ppl; log_ppl_diff (training - rollout) with its _abs, _max and
+    _min; ppl_ratio; chi2_seq of the geometric mean of rho.
+    """
+    rho = batch.reduce("mismatch_rho")
+    tokens = batch["loss_tokens"].double()
+    some = tokens > 0
+    theirs, ours = (-(batch.row_sum(name) / tokens)[some] for name in ("logp_sampler", "logp_old"))
+    gap = ours - theirs
+    found = {
+        "kl": metrics["rollout/kl"],
+        "k3_kl": rho.mean - 1 + metrics["rollout/kl"],
+        "chi2_token": rho.square / rho.count - 1,
+        "chi2_seq": (-2 * gap).exp().mean() - 1,
+        "ess": metrics["rollout/ess"],
+        "is_weight_mean": metrics["rollout/is_weight"],
+        "clipped_frac": batch.reduce("is_bounded").mean,
+        "training_log_ppl": ours.mean(),
+        "training_ppl": ours.exp().mean(),
+        "rollout_log_ppl": theirs.mean(),
+        "rollout_ppl": theirs.exp().mean(),
+        "log_ppl_diff": gap.mean(),
+        "log_ppl_abs_diff": gap.abs().mean(),
+        "log_ppl_diff_max": gap.max(),
+        "log_ppl_diff_min": gap.min(),
+        "ppl_ratio": gap.exp().mean(),
+    }
+    return {f"rollout_correction/{name}": float(value) for name, value in found.items()}

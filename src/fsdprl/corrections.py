@@ -143,6 +143,12 @@ def masked(is_weight: Tensor) -> Tensor:
     return (is_weight == 0).to(is_weight)
 
 
+def bounded(is_weight: Tensor, *, cap: float | None) -> Tensor:
+    """1 where a weight was cut to its cap or takes the token out of the loss, else 0."""
+    cut = is_weight == 0
+    return (cut if cap is None else cut | (is_weight >= cap)).to(is_weight)
+
+
 # ---- masks of the policy being trained: called inside a loss -----------------------------------
 
 

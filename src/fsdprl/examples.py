@@ -166,18 +166,19 @@ class Examples:
 
     def load(
         self,
-        indices: npt.NDArray[np.int64],
+        indices: npt.NDArray[np.int64] | Sequence[int],
         *,
         units: Sequence[int] | None = None,
         answers: npt.NDArray[np.int64] | None = None,
         fed: dict[str, Any] | None = None,
     ) -> Batch:
-        """These rows of the file as a batch, in this order. Each rank tokenises its own.
+        """These rows of the file (`Prompt.index`) as a batch, in this order. Each rank tokenises its own.
 
         units: rows with the same number go to one rank. answers: rows whose completions stand behind
         these rows' prompts (PreferenceRows). fed: from `feed`, if these are the rows of a step.
         """
         controller = current()
+        indices = np.asarray(indices, dtype=np.int64)
         Lease.flush()
         assert self.tokens is not None, "measure() first"
         units = range(len(indices)) if units is None else units

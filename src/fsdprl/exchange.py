@@ -1,5 +1,6 @@
 """Rows between ranks: whole rows trade places in one all-to-all of bytes over an explicit CPU group."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -18,14 +19,20 @@ def encode_rows(rows: Sequence[tuple[int, Row]]) -> Tensor:
     for _, row in rows:
         for name, values in row.columns.items():
             columns.setdefault(name, []).append(values)
-    kinds = {name: {_dtype_name(part) for part in parts} for name, parts in columns.items()}
+    kinds = {
+        name: {(_dtype_name(part), *part.shape[1:]) for part in parts}
+        for name, parts in columns.items()
+    }
     if mixed := [name for name, kind in kinds.items() if len(kind) > 1]:
-        raise ValueError(f"column {mixed[0]!r} has types {sorted(kinds[mixed[0]])}: make it one")
-    types = [(name, kind.pop()) for name, kind in kinds.items()]
+        found = sorted(" x ".join(map(str, kind)) for kind in kinds[mixed[0]])
+        raise ValueError(f"column {mixed[0]!r} has types {found}: make it one")
+    types = [(name, *kind.pop()) for name, kind in kinds.items()]
     head = msgspec.msgpack.encode((header, types))
     blocks = [[row.ids for _, row in rows], [row.mask for _, row in rows], *columns.values()]
     parts = [torch.tensor([len(head)], dtype=torch.int64).view(torch.uint8), _bytes(head)]
-    return torch.cat(parts + [torch.cat(block).view(torch.uint8) for block in blocks if block])
+    return torch.cat(
+        parts + [torch.cat(block).flatten().view(torch.uint8) for block in blocks if block]
+    )
 
 
 def decode_rows(buffer: Tensor) -> list[tuple[int, Row]]:
@@ -34,10 +41,11 @@ def decode_rows(buffer: Tensor) -> list[tuple[int, Row]]:
     header, types = msgspec.msgpack.decode(buffer[8 : 8 + head_bytes].numpy().tobytes())
     offset = 8 + head_bytes
 
-    def take(dtype: torch.dtype, lengths: list[int]) -> Iterator[Tensor]:
+    def take(dtype: torch.dtype, lengths: list[int], *width: int) -> Iterator[Tensor]:
         nonlocal offset
-        size = sum(lengths) * dtype.itemsize
+        size = sum(lengths) * dtype.itemsize * math.prod(width)
         block = buffer[offset : offset + size].clone().view(dtype)  # clone: aligned
+        block = block.view(sum(lengths), *width)
         offset += size
         # clone again: a view would keep the whole block alive for as long as one row lives
         return iter([part.clone() for part in block.split(lengths)])
@@ -45,8 +53,8 @@ def decode_rows(buffer: Tensor) -> list[tuple[int, Row]]:
     lengths = [length for _, length, _, _, _ in header]
     ids, masks = take(torch.int32, lengths), take(torch.bool, lengths)
     columns = {
-        name: take(getattr(torch, dtype), [row[2] for row in header if name in row[3]])
-        for name, dtype in types
+        name: take(getattr(torch, dtype), [row[2] for row in header if name in row[3]], *width)
+        for name, dtype, *width in types
     }
     return [
         (i, Row(next(ids), next(masks), info, {name: next(columns[name]) for name in names}))

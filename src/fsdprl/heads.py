@@ -3,7 +3,7 @@
 Of S loss tokens and V words, no [S, V] tensor exists in forward or backward: at most a few
 [chunk, V] ones at a time. The head's weight gradient is accumulated once, in place.
 
-Shapes: S loss tokens, C tokens of a chunk, V words, H hidden size.
+Shapes: S loss tokens, C tokens of a chunk, V words, H hidden size, K words of each token.
 """
 
 from collections.abc import Collection
@@ -24,27 +24,54 @@ def head_logp(
     *,
     chunk_tokens: int,
     also: Collection[str] = (),
+    choices_SK: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probability [S] of each target under p = softmax(logits / temperature), and what `also` names of p.
 
     also: "entropy", in nats, and "collision", log sum_v p(v)^2: the log-probability that two draws
-    agree. Temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of
-    `hidden_SH`; what follows in float32 (float64 for a float64 model). Log-probability and entropy are
-    differentiable in hidden, weight and bias, once; collision is not. S may be 0: the results are
-    empty and still connected to the graph.
+    agree. choices: more words of each token; "logp_top" [S, K] are then their log-probabilities.
+    Temperature None is 1 everywhere, and cheaper. The matrix product runs in the type of
+    `hidden_SH`; what follows in float32 (float64 for a float64 model). Log-probabilities and entropy
+    are differentiable in hidden, weight and bias, once; collision is not. S may be 0: the results
+    are empty and still connected to the graph.
     """
-    logp, *others = _ChunkedHead.apply(
+    words_SK = target_S[:, None]
+    if choices_SK is not None:
+        words_SK = torch.cat([words_SK, choices_SK.to(target_S)], 1)
+    logp, logp_top, *others = _ChunkedHead.apply(
         hidden_SH,
         weight_VH,
         bias_V,
-        target_S,
+        words_SK,
         temperature_S,
         chunk_tokens,
         "entropy" in also,
         "collision" in also,
     )
     beside: dict[str, Tensor] = {"entropy": others[0], "collision": others[1]}
-    return logp, {name: beside[name] for name in also}
+    found = {name: beside[name] for name in also}
+    return logp, found | ({} if choices_SK is None else {"logp_top": logp_top})
+
+
+@torch.no_grad()
+def head_top(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    temperature_S: Tensor | None,
+    count: int,
+    *,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest words (all, if there are fewer): ids, int32 [S, K], and log-probabilities [S, K]."""
+    parts = []
+    for start in range(0, max(len(hidden_SH), 1), chunk_tokens):
+        span = slice(start, start + chunk_tokens)
+        logits = _logits(hidden_SH, weight_VH, bias_V, temperature_S, span)
+        logp, ids = logits.topk(min(count, logits.shape[1]), dim=1)
+        parts.append((ids.int(), logp - logits.logsumexp(1, keepdim=True)))
+    ids, logp = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logp)
 
 
 def _logits(
@@ -63,23 +90,23 @@ class _ChunkedHead(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
+        words: Tensor,
         temperature: Tensor | None,
         chunk_tokens: int,
         entropy: bool,
         collision: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         temperature = None if temperature is None else temperature.to(wide)
-        logp = hidden.new_empty(len(target), dtype=wide)
-        normalisers = torch.empty_like(logp)
-        entropies, collisions = torch.zeros_like(logp), torch.zeros_like(logp)
+        logp = hidden.new_empty(words.shape, dtype=wide)
+        normalisers = logp.new_empty(len(words))
+        entropies, collisions = torch.zeros_like(normalisers), torch.zeros_like(normalisers)
 
         def chunk(span: slice) -> None:
             logits = _logits(hidden, weight, bias, temperature, span)
-            picked = logits.gather(1, target[span, None]).squeeze(1)
+            picked = logits.gather(1, words[span])
             normalisers[span] = torch.logsumexp(logits, dim=1)
-            logp[span] = picked - normalisers[span]
+            logp[span] = picked - normalisers[span, None]
             if entropy or collision:
                 logits.sub_(normalisers[span, None])
             if entropy:
@@ -87,21 +114,27 @@ class _ChunkedHead(torch.autograd.Function):
             if collision:  # the likeliest word's share is not lost to underflow
                 collisions[span] = torch.logsumexp(logits.mul_(2), dim=1)
 
-        for start in range(0, len(target), chunk_tokens):
+        for start in range(0, len(words), chunk_tokens):
             chunk(slice(start, start + chunk_tokens))
-        ctx.save_for_backward(hidden, weight, bias, target, temperature, normalisers, entropies)
+        ctx.save_for_backward(hidden, weight, bias, words, temperature, normalisers, entropies)
         ctx.chunk_tokens = chunk_tokens
-        ctx.entropy = entropy
         ctx.mark_non_differentiable(collisions)
-        return logp, entropies, collisions
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no gradient
+        first, others = logp[:, 0].clone(), logp[:, 1:].clone()  # FSDP wants no views
+        return first, others, entropies, collisions
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Any, ...]:
-        grad_logp, grad_entropy, _ = grad_outputs
-        hidden, weight, bias, target, temperature, normalisers, entropies = ctx.saved_tensors
+        grad_first, grad_others, grad_entropy, _ = grad_outputs
+        hidden, weight, bias, words, temperature, normalisers, entropies = ctx.saved_tensors
+        grad_logp = normalisers.new_zeros(words.shape)
+        if grad_first is not None:
+            grad_logp[:, 0] = grad_first
+        if grad_others is not None:
+            grad_logp[:, 1:] = grad_others
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # half precision would lose the small gradients of later chunks: accumulate wide, cast once
@@ -112,9 +145,9 @@ class _ChunkedHead(torch.autograd.Function):
         def chunk(span: slice) -> None:
             grad_logits = _grad_logits(
                 _logits(hidden, weight, bias, temperature, span).sub_(normalisers[span, None]),
-                target[span],
+                words[span],
                 grad_logp[span],
-                (grad_entropy[span], entropies[span]) if ctx.entropy else None,
+                None if grad_entropy is None else (grad_entropy[span], entropies[span]),
             )
             if temperature is not None:
                 grad_logits.div_(temperature[span, None])
@@ -127,7 +160,7 @@ class _ChunkedHead(torch.autograd.Function):
                 _accumulate(grad_weight, grad_logits, hidden[span])
 
         # a function a chunk: its tensors are gone before the next chunk's are made
-        for start in range(0, len(target), ctx.chunk_tokens):
+        for start in range(0, len(words), ctx.chunk_tokens):
             chunk(slice(start, start + ctx.chunk_tokens))
         grads = [(grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias)]
         cast = [None if grad is None else grad.to(like.dtype) for grad, like in grads]
@@ -136,8 +169,8 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _grad_logits(
     logp_CV: Tensor,
-    target_C: Tensor,
-    grad_logp_C: Tensor,
+    words_CK: Tensor,
+    grad_logp_CK: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Gradient [C, V] in the tempered logits z, made in the place of all words' log-probs.
@@ -145,13 +178,13 @@ def _grad_logits(
     d logp / dz = onehot - p and d entropy / dz = -p (log p + entropy), with p = softmax(z).
     """
     if of_entropy is None:
-        grad = logp_CV.exp_().mul_(-grad_logp_C[:, None])
+        grad = logp_CV.exp_().mul_(-grad_logp_CK.sum(1, keepdim=True))
     else:
         grad_entropy_C, entropy_C = of_entropy
         p = logp_CV.exp()
         logp_CV.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None])
-        grad = logp_CV.add_(grad_logp_C[:, None]).mul_(p).neg_()
-    return grad.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+        grad = logp_CV.add_(grad_logp_CK.sum(1, keepdim=True)).mul_(p).neg_()
+    return grad.scatter_add_(1, words_CK, grad_logp_CK)
 
 
 def _accumulate(grad_weight: Tensor, grad_logits_CV: Tensor, hidden_CH: Tensor) -> None:

@@ -12,7 +12,7 @@ from fsdprl.checkpoint_save import narrowed_tensors, save_plan
 from fsdprl.errors import NonFiniteError
 from fsdprl.ferry import here
 from fsdprl.functions import FunctionRef, positional_names, resolve
-from fsdprl.losses import RowLoss
+from fsdprl.losses import RowLoss, add_sums, row_extremes
 from fsdprl.mesh import shard_mesh
 from fsdprl.models import Kind, Packed, PackedModel, load_model, pack
 from fsdprl.optim import Optimizer
@@ -26,7 +26,7 @@ from fsdprl.worker import Worker
 
 BESIDE = ("entropy", "collision", "balance")
 """What the forward pass of a policy makes beside log-probs, if asked."""
-MODEL_COLUMNS = ("logp", *BESIDE, "value", "score")
+MODEL_COLUMNS = ("logp", *BESIDE, "logp_top", "value", "score")
 """Names a loss may ask for that the forward pass makes."""
 
 
@@ -96,12 +96,14 @@ def forward(
     microbatches: Tensor,
     temperature: Tensor,
     out: dict[str, str],
+    top: int = 0,
 ) -> Tensor | None:
     """Run the model over rows without gradient.
 
     microbatch: number of the microbatch that each row runs in, [R]; microbatches: how many there are, the same
     on every rank. out: what the model makes ("logp", "value", or of BESIDE) -> token column to store it as. A reward
-    model's scores are returned instead, float64 [R].
+    model's scores are returned instead, float64 [R]. top: it makes "top_ids" and "logp_top" of that many likeliest
+    words of each token.
     """
     network = worker.models[model].network
     network.eval()
@@ -109,7 +111,8 @@ def forward(
     for positions in _places(microbatch, microbatches):
         row_ids = rows[positions].tolist()
         also = [name for name in BESIDE if name in out]
-        first, others = network(packed(worker, row_ids, temperature[positions]), also=also)
+        wanted = {"top": top} if top else {"also": also}
+        first, others = network(packed(worker, row_ids, temperature[positions]), **wanted)
         if network.kind == "reward":
             scores[positions] = first.double().cpu()[: len(positions)]
         for made, name in out.items():
@@ -128,13 +131,14 @@ def forward_backward(
     losses: list[dict],
     samples: dict[str, Tensor],
     train: bool = True,
+    log_entropy: bool = False,
 ) -> dict[str, Any]:
     """Accumulate the gradient of sum(loss * weight) over rows and losses, one microbatch at a time.
 
-    train: False only measures the losses.
+    train: False only measures the losses. log_entropy: measure the policy's entropy where no loss does.
     samples: name -> [R], with `weight` and `temperature` among them; every row here has a non-zero weight.
-    Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by); and
-    `nonfinite_rows`, if the loss of any row is NaN or infinite.
+    Returns sums: `loss`, and per metric `metric/NAME` (times weight) and `weight/NAME` (what to divide it by); what
+    row_extremes makes of them; and `nonfinite_rows`, if the loss of any row is NaN or infinite.
     """
     network, optimizer = worker.models[model].network, worker.models[model].optimizer
     scale = optimizer.loss_scale if optimizer else 1.0
@@ -142,6 +146,7 @@ def forward_backward(
     functions = [resolve(FunctionRef(**loss)) for loss in losses]
     names = {name for function in functions for name in positional_names(function)}
     stored = sorted(names - set(MODEL_COLUMNS) | {"weight", "segment"})
+    watched = {"entropy"} - names if log_entropy else set()
     sums: dict[str, Tensor] = {}
     bad: list[int] = []
     for positions in _places(microbatch, microbatches):
@@ -149,7 +154,10 @@ def forward_backward(
         local = {name: values[positions] for name, values in samples.items()}
         with torch.set_grad_enabled(train):
             batch = packed(worker, row_ids, local["temperature"])
-            first, others = network(batch, also=[name for name in BESIDE if name in names])
+            wanted: dict[str, Any] = {"also": [it for it in BESIDE if it in names | watched]}
+            if "logp_top" in names:
+                wanted["choices_SK"] = top_ids(worker, row_ids)
+            first, others = network(batch, **wanted)
             made = others | dict.fromkeys(("logp", "value", "score"), first)
             columns = gather_columns(worker.store, row_ids, stored, local)
             columns = made | {
@@ -161,17 +169,27 @@ def forward_backward(
                 result = function(**{name: columns[name] for name in positional_names(function)})
                 part, metrics = weighted_sum(result, columns["weight"], columns["segment"], local)
                 total = total + part
-                for name, value in metrics.items():
-                    sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.cpu()
+                add_sums(sums, {name: value.cpu() for name, value in metrics.items()})
                 if not sums["loss"].isfinite():
                     bad += nonfinite_rows(
                         result, columns["weight"], columns["segment"], local, row_ids
                     )
+            if watched and row_ids:
+                seen = torch.zeros_like(first), {it: others[it].detach() for it in watched}
+                _, metrics = weighted_sum(seen, columns["weight"], columns["segment"], local)
+                add_sums(sums, {name: value.cpu() for name, value in metrics.items()})
         if train:
             (total * scale).backward()
         worker.progress()
     found = {"nonfinite_rows": sorted(set(bad))} if bad else {}
     return {name: float(value) for name, value in sums.items()} | found
+
+
+def top_ids(worker: Worker, row_ids: Sequence[int]) -> Tensor:
+    """The words of each loss token that a teacher has named (Reference.top), int64 [S, K]."""
+    if not row_ids:
+        return torch.zeros(0, 1, dtype=torch.int64, device=worker.device)
+    return worker.store.column("top_ids", row_ids).to(worker.device, torch.int64)
 
 
 def nonfinite_rows(
@@ -194,7 +212,7 @@ def nonfinite_rows(
 def weighted_sum(
     result: Any, weight_S: Tensor, segment_S: Tensor, samples: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum(loss * weight) of a token-level or row-level loss, and what its metrics sum to, in float64.
+    """sum(loss * weight) of a token-level or row-level loss, and what its metrics come to, in float64.
 
     A RowLoss takes the rows' weights, one a row. Raises ValueError where a shape differs from what the
     weights cover: nothing is broadcast.
@@ -217,6 +235,8 @@ def weighted_sum(
             )
     total = (loss * weight).sum()
     sums = {"loss": total.detach().double()}
+    if not isinstance(result, RowLoss):
+        sums |= row_extremes(metrics, segment_S)
     for name, values in metrics.items():
         sums[f"metric/{name}"] = (values.detach().double() * weight.double()).sum()
         sums[f"weight/{name}"] = weight.double().sum()

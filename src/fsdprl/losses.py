@@ -20,13 +20,16 @@ Right after a batch was sampled every ratio is 1: clip fractions and ppo_kl are 
 is minus the mean advantage, which is near 0. That is how an on-policy step looks.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .kl import KLKind, kl_estimate
-from .segments import row_count, segment_mean
+from .segments import row_count, segment_count, segment_mean
 
 LOG_RATIO_BOUND = 20.0
 """|log ratio| is cut here before exp: e^20 is far outside every clip range, and stays finite."""
@@ -61,6 +64,42 @@ def combine(*terms: TokenLoss) -> TokenLoss:
             raise ValueError(f"two losses name a metric {sorted(twice)[0]!r}")
         metrics |= more
     return torch.stack([loss for loss, _ in terms]).sum(dim=0), metrics
+
+
+def clip_shares(clipped: Tensor, side: Tensor) -> dict[str, Tensor]:
+    """Metrics of a clip: pg_clipfrac marks the tokens whose gradient it removes (`clipped`, bool), pg_clipfrac_low
+    those of them that it stops on the way down (side < 0) and pg_clipfrac_high on the way up (side > 0).
+
+    side: the advantage, where a clip removes only gradients that would move a ratio further.
+    """
+    shares = {"": clipped, "_low": clipped & (side < 0), "_high": clipped & (side > 0)}
+    return {f"pg_clipfrac{which}": where.to(side) for which, where in shares.items()}
+
+
+ROW_EXTREMES = ("entropy", "pg_clipfrac_low", "pg_clipfrac_high")
+"""Token metrics whose least and largest mean over an answer are reported beside the mean over all."""
+
+
+def row_extremes(metrics: dict[str, Tensor], segment: Tensor) -> dict[str, Tensor]:
+    """`min/NAME` and `max/NAME` of the ROW_EXTREMES among token metrics [S]: over rows with loss tokens, of the
+    mean over a row's tokens. So they do not depend on microbatches or ranks."""
+    rows = row_count(segment)
+    present = segment_count(segment, rows) > 0
+    found: dict[str, Tensor] = {}
+    for name in [name for name in ROW_EXTREMES if name in metrics and len(segment)]:
+        means = segment_mean(metrics[name].detach().double(), segment, rows)[present]
+        found |= {f"min/{name}": means.min(), f"max/{name}": means.max()}
+    return found
+
+
+def add_sums(sums: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add what a microbatch or a rank came to; of `min/` and `max/` names the extreme stays."""
+    how = {"min": min, "max": max}
+    for name, value in more.items():
+        if name in sums:
+            kind = how.get(name.partition("/")[0])
+            value = kind(sums[name], value) if kind else sums[name] + value
+        sums[name] = value
 
 
 def reweigh(term: TokenLoss, token_weight: Tensor) -> TokenLoss:
@@ -141,15 +180,8 @@ def _surrogate(
     free = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
     loss = -torch.minimum(free * advantage, clipped * advantage)
     seen = ratio.detach()
-    low = ((advantage < 0) & (seen < 1 - clip_low)).to(seen)
-    high = ((advantage > 0) & (seen > 1 + clip_high)).to(seen)
-    metrics = {
-        "pg_loss": loss.detach(),
-        "pg_clipfrac": low + high,
-        "pg_clipfrac_low": low,
-        "pg_clipfrac_high": high,
-        "ratio": seen,
-    }
+    low, high = (advantage < 0) & (seen < 1 - clip_low), (advantage > 0) & (seen > 1 + clip_high)
+    metrics = {"pg_loss": loss.detach(), **clip_shares(low | high, advantage), "ratio": seen}
     if dual_clip is not None:
         metrics["pg_clipfrac_dual"] = ((advantage < 0) & (seen > dual_clip)).to(seen)
     return loss, metrics
@@ -166,7 +198,7 @@ def cispo_loss(
     """CISPO: -stop_gradient(clip(r, ratio_low, ratio_high)) A logp; every token keeps a gradient.
 
     MiniMax-M1 (2025), eq. 4-5. Unlike clip_high elsewhere, ratio_high is a bound on the ratio and
-    not a width around 1. pg_clipfrac: tokens with A != 0 whose ratio was clipped.
+    not a width around 1. pg_clipfrac: tokens with A != 0 whose ratio was clipped; _low, _high: at that bound.
     """
     check_shapes(logp=logp, logp_old=logp_old, advantage=advantage)
     if not 0 <= ratio_low <= 1 <= ratio_high:
@@ -177,7 +209,7 @@ def cispo_loss(
     loss = -clipped * advantage * logp
     metrics = {
         "pg_loss": loss.detach(),
-        "pg_clipfrac": ((ratio != clipped) & (advantage != 0)).to(ratio),
+        **clip_shares((ratio != clipped) & (advantage != 0), ratio - 1),
         "ratio": ratio,
         "ppo_kl": -log_ratio,
     }
@@ -202,6 +234,39 @@ def distill_loss(logp: Tensor, logp_teacher: Tensor) -> TokenLoss:
     gap = (logp - logp_teacher).detach()
     loss = gap * logp
     return loss, {"pg_loss": loss.detach(), "reverse_kl": gap}
+
+
+def gkd_loss(logp_top: Tensor, logp_teacher_top: Tensor, *, beta: float = 0.5) -> TokenLoss:
+    """GKD: the generalised Jensen-Shannon divergence of teacher t and student s at each token, in nats.
+
+    beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s (Agarwal et al. 2023,
+    section 3); at the ends what it tends to when divided by its beta: KL(t || s) for 0, KL(s || t)
+    for 1. Columns are [S, K]: log-probabilities of the teacher's K likeliest words (Reference.top).
+    All other words count as one more outcome. Joining outcomes never raises a divergence, so this is
+    a lower bound of that over the vocabulary, and equal to it where K is the whole of it.
+
+    Metrics: divergence; teacher_tail, what the teacher gives to the words that were joined.
+    """
+    check_shapes(logp_top=logp_top, logp_teacher_top=logp_teacher_top)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta {beta} must lie between 0 and 1")
+    student, teacher = _with_tail(logp_top), _with_tail(logp_teacher_top)
+    if beta in (0, 1):
+        first, second = (teacher, student) if beta == 0 else (student, teacher)
+        loss = (first.exp() * (first - second)).sum(1)
+    else:
+        mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+        loss = beta * (teacher.exp() * (teacher - mixed)).sum(1)
+        loss = loss + (1 - beta) * (student.exp() * (student - mixed)).sum(1)
+    tail = teacher[:, -1].exp().detach()
+    return loss, {"divergence": loss.detach(), "teacher_tail": tail}
+
+
+def _with_tail(logp_SK: Tensor) -> Tensor:
+    """log-probabilities [S, K + 1] with what K words leave to all others."""
+    least = 8 * torch.finfo(logp_SK.dtype).eps  # K words may add up to more than 1 by rounding
+    rest = (1 - logp_SK.exp().sum(1, keepdim=True)).clamp(min=least)
+    return torch.cat([logp_SK, rest.log()], 1)
 
 
 # ---- terms beside the surrogate ----------------------------------------------------------------

@@ -5,14 +5,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdprl.controller import Span
+from fsdprl.losses import add_sums
 
 # Phases that may run beside the old log-probs: what of them was not hidden is reported as well.
 OVERLAPPING = ("reference_model", "rule_reward", "reward_model", "adv")
+ALSO = {
+    "metric/pg_clipfrac": "clip_ratio/region_mean",
+    "metric/pg_clipfrac_low": "clip_ratio/low_mean",
+    "min/pg_clipfrac_low": "clip_ratio/low_min",
+    "metric/pg_clipfrac_high": "clip_ratio/high_mean",
+    "max/pg_clipfrac_high": "clip_ratio/high_max",
+    "metric/kl_loss": "kl",
+    "metric/entropy": "entropy/mean",
+    "min/entropy": "entropy/min",
+    "max/entropy": "entropy/max",
+}
+"""What TRL and ms-swift call numbers of an update, beside their own names here."""
 
 
 class StepMetrics:
-    """Metrics of one step. A name logged several times is averaged; under */max and */min the
-    extreme counts. Values may be numbers, booleans or tensors of one element."""
+    """Metrics of one step. A name logged several times is averaged; under */max, */min and the like the
+    extreme counts (see merge). Values may be numbers, booleans or tensors of one element."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -35,11 +48,29 @@ class StepMetrics:
 
 
 def merge(name: str, values: Sequence[float]) -> float:
-    """The largest of /max and /max_*, the least of /min and /min_*, the mean of anything else."""
-    how = name.rpartition("/")[2].partition("_")[0]
-    if how in ("max", "min"):
-        return max(values) if how == "max" else min(values)
+    """The largest of /max, /max_* and /*_max, the least of /min, /min_* and /*_min, the mean of anything else."""
+    words = name.rpartition("/")[2].split("_")
+    for how, extreme in (("max", max), ("min", min)):
+        if how in (words[0], words[-1]):
+            return extreme(values)
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def averaged(
+    replies: Sequence[Mapping[str, float]], prefix: str, also: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Loss and metrics of an update from the sums of all ranks, under prefix/. also: sum -> what else it is called."""
+    sums: dict[str, float] = {}
+    for reply in replies:
+        add_sums(sums, reply)
+    found = {f"{prefix}/loss": sums.get("loss", 0.0)}
+    for name, value in sums.items():
+        kind, _, short = name.partition("/")
+        if kind == "metric":
+            value = found[f"{prefix}/{short}"] = value / (sums[f"weight/{short}"] or 1.0)
+        if also and name in also:
+            found[also[name]] = value
+    return found
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -23,7 +23,7 @@ from fsdprl.attention import IMPLEMENTATION, architecture, plan_segments, refuse
 from fsdprl.checkpoint_files import NO_CODE, find_checkpoint
 from fsdprl.checkpoint_io import load_weights
 from fsdprl.errors import UserError
-from fsdprl.heads import head_logp
+from fsdprl.heads import head_logp, head_top
 from fsdprl.options import ShardingOptions
 from fsdprl.parallel import parallelize, reshard
 from fsdprl.routing import experts_per_token, router_balance
@@ -117,11 +117,18 @@ class PackedModel(nn.Module):
         return self
 
     def forward(
-        self, packed: Packed, *, also: Collection[str] = ()
+        self,
+        packed: Packed,
+        *,
+        also: Collection[str] = (),
+        choices_SK: Tensor | None = None,
+        top: int = 0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """policy: (log-probs [S], {name: [S]} of "entropy", "collision" and "balance" as far as `also`
         names them), float32 or float64; see head_logp. balance: the row's router_balance on each of its
-        loss tokens; UserError for a model without routers.
+        loss tokens; UserError for a model without routers. choices: words of each loss token, whose
+        log-probs are "logp_top" [S, K]. top: no log-probs of the tokens, but those of the likeliest
+        words at each, and {"top_ids": which these are}.
 
         value: (value [S] of the state before each loss token, {}). reward: (score [R], {}) at the
         last token of each row. Differentiable; empty results stay connected to the graph.
@@ -141,14 +148,23 @@ class PackedModel(nn.Module):
         if self.kind == "value":
             return self._score(hidden_SH), {}
         head = self.hf.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        temperature = packed.temperature if packed.tempered else None
+        chunk = {"chunk_tokens": self.head_chunk_tokens}
+        if top:
+            ids, logp_top = head_top(hidden_SH, weight, bias, temperature, top, **chunk)
+            return logp_top, {"top_ids": ids}
+        if choices_SK is not None:  # a teacher's output layer may be padded to more words than ours
+            choices_SK = choices_SK.clamp(max=len(weight) - 1)
         logp, beside = head_logp(
             hidden_SH,
-            head.weight,
-            getattr(head, "bias", None),
+            weight,
+            bias,
             packed.ids[packed.target],
-            packed.temperature if packed.tempered else None,
-            chunk_tokens=self.head_chunk_tokens,
+            temperature,
             also=[name for name in also if name != "balance"],
+            choices_SK=choices_SK,
+            **chunk,
         )
         return logp, beside | ({"balance": self._balance(output, packed)} if routers else {})
 

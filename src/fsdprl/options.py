@@ -153,6 +153,8 @@ class RunOptions:
     order. A run that was interrupted then ends like one that was not. BENCHMARKS.md has its cost."""
     log_every: int = 1
     """Steps between console lines; metrics.jsonl has every step."""
+    log_entropy: bool = False
+    """Measure the policy's entropy in every update, whether or not it has a bonus: time in the LM head, not a pass."""
     track: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = field(default=())
     """Trackers beside metrics.jsonl; they run in a child process and may fail without effect."""
     plots: bool = True

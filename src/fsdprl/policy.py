@@ -16,11 +16,12 @@ from fsdprl.device import device_type
 from fsdprl.dryrun import memory_estimate
 from fsdprl.errors import NonFiniteError, UserError
 from fsdprl.functions import positional_names
+from fsdprl.metrics import ALSO, averaged
 from fsdprl.options import DType, ShardingOptions
 from fsdprl.run_saves import collect
 
 MADE = {
-    "policy": ("logp", "entropy", "collision", "balance"),
+    "policy": ("logp", "entropy", "collision", "balance", "logp_top"),
     "value": ("value",),
     "reward": ("score",),
 }
@@ -82,8 +83,11 @@ class Network:
         controller.phases.add(name, trained=self.trained, sharding=self.sharding)
         self.parameters: int = built[0]["parameters"]
 
-    def run(self, batch: Batch, out: dict[str, str]) -> Tensor | None:
-        """Forward without gradient; out: what the model makes -> name of the token column it becomes."""
+    def run(self, batch: Batch, out: dict[str, str], *, top: int = 0) -> Tensor | None:
+        """Forward without gradient; out: what the model makes -> name of the token column it becomes.
+
+        top: see Reference.top.
+        """
         positions = batch.by_rank()
         plans = batch.microbatches(positions, self.sharding.tokens_per_microbatch)
         payload = [
@@ -94,6 +98,7 @@ class Network:
                 "temperature": batch["temperature"][where],
                 "out": out,
             }
+            | ({"top": top} if top else {})
             for where, plan in zip(positions, plans, strict=True)
         ]
         current().phases.train(self.name)
@@ -153,16 +158,17 @@ class Trained(Network):
         loss: a module-level function (or partial with keywords) whose positional parameters name columns and which
         returns (loss_S, {name: metric_S}) unreduced, or a RowLoss; several are added up. `weight` is a sample
         column of the batch; rows with weight 0 are left out. Returns the loss and each metric averaged with the same
-        weights, under `actor/` names. Raises UserError for a column that does not exist.
+        weights, under `actor/` names; some under those of TRL and ms-swift as well (ALSO). Raises UserError for a
+        column that does not exist.
         """
         replies = self.measure(batch, loss, phase=self.update_phase, train=True)
-        return self.averaged(replies, self.metrics_prefix)
+        return averaged(replies, self.metrics_prefix, ALSO)
 
     def evaluate(
         self, batch: Batch, loss: Callable[..., Any] | Sequence[Callable[..., Any]]
     ) -> dict[str, float]:
         """What forward_backward returns, under `val/` names, without a gradient."""
-        return self.averaged(self.measure(batch, loss, phase="eval", train=False), "val")
+        return averaged(self.measure(batch, loss, phase="eval", train=False), "val")
 
     def measure(
         self,
@@ -178,6 +184,8 @@ class Trained(Network):
         for function in losses:
             names = positional_names(function)
             batch.check_columns(function, names, known=("segment", "ids", *MADE[self.kind]))
+            if "logp_top" in names:
+                batch.check_token_column("top_ids")
             wanted |= set(names)
         positions = batch.by_rank(keep=batch["weight"] != 0)
         plans = batch.microbatches(positions, self.sharding.tokens_per_microbatch)
@@ -189,6 +197,7 @@ class Trained(Network):
                 "losses": [asdict_ref(function) for function in losses],
                 "samples": batch.sample_columns(sorted(wanted), where),
                 "train": train,
+                "log_entropy": self.kind == "policy" and train and current().log_entropy,
             }
             for where, plan in zip(positions, plans, strict=True)
         ]
@@ -199,20 +208,6 @@ class Trained(Network):
             self.learnt += [batch.row_ids[where] for where in positions]
             self.nonfinite += rows
         return replies
-
-    @staticmethod
-    def averaged(replies: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
-        """Global loss and metrics from the ranks' sums."""
-        sums: dict[str, float] = {}
-        for reply in replies:
-            for name, value in reply.items():
-                sums[name] = sums.get(name, 0.0) + value
-        averaged = {f"{prefix}/loss": sums.get("loss", 0.0)}
-        for name, value in sums.items():
-            if name.startswith("metric/"):
-                short = name.removeprefix("metric/")
-                averaged[f"{prefix}/{short}"] = value / (sums[f"weight/{short}"] or 1.0)
-        return averaged
 
     def optim_step(
         self, *, lr: float, weight_decay: float = 0.0, max_grad_norm: float = 1.0
@@ -305,6 +300,11 @@ class Reference(Network):
     def logprobs(self, batch: Batch, *, out: str = "logp_ref") -> None:
         """Log-probability of every loss token under the frozen model, into token column `out`."""
         self.run(batch, {"logp": out})
+
+    def top(self, batch: Batch, count: int, *, out: str = "logp_teacher_top") -> None:
+        """The `count` likeliest words at every loss token under the frozen model: which, into token column `top_ids`,
+        and their log-probabilities. A loss may then ask a policy for `logp_top`, its own of the same words."""
+        self.run(batch, {"top_ids": "top_ids", "logp_top": out}, top=count)
 
     def follow(self, policy: Policy, step: int) -> None:
         """At the end of a step: weights = share * the policy's + (1 - share) * its own, if it is time to."""

@@ -1,5 +1,6 @@
 """Worker verbs over resident rows: grade, transform, reduce, trade, show, free."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,42 @@ def row_sum(worker: Worker, *, rows: Tensor, column: str) -> Tensor:
     return sums.index_add_(
         0, worker.store.segments(row_ids), worker.store.column(column, row_ids).double()
     )
+
+
+def turns(worker: Worker, *, rows: Tensor) -> dict[str, Tensor]:
+    """Of each row its number of `turns`, int64 [R]; of each turn back to back how many are `left` after it in its row
+    and its anchor: a hash of the tokens between it and the turn before, 0 for the first one. int64 [turns]."""
+    counts, left, anchors = [], [], []
+    for row in worker.store.select(rows.tolist()):
+        starts, ends = spans(row)
+        counts.append(len(starts))
+        left += range(len(starts) - 1, -1, -1)
+        for before, start in zip([-1, *ends], starts, strict=False):
+            said = row.ids[before:start].numpy().tobytes() if before >= 0 else b""
+            digest = hashlib.blake2b(said, digest_size=8).digest()
+            anchors.append(int.from_bytes(digest, "little", signed=True) if said else 0)
+    found = {"turns": counts, "left": left, "anchors": anchors}
+    return {name: torch.tensor(values, dtype=torch.int64) for name, values in found.items()}
+
+
+def spans(row: Row) -> tuple[list[int], list[int]]:
+    """Where each turn of the model begins in the row's ids, and the place behind its end."""
+    edges = row.mask.int().diff(append=torch.zeros(1, dtype=torch.int32))
+    return (edges > 0).nonzero().add(1).flatten().tolist(), (edges < 0).nonzero().add(
+        1
+    ).flatten().tolist()
+
+
+def of_turns(worker: Worker, *, rows: Tensor, values: Tensor, out: str) -> None:
+    """One number a turn, back to back, becomes a token column: each loss token has its turn's."""
+    row_ids = rows.tolist()
+    lengths = [
+        end - start
+        for row in worker.store.select(row_ids)
+        for start, end in zip(*spans(row), strict=True)
+    ]
+    column = values.float().repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    worker.store.set_column(out, row_ids, column)
 
 
 def exchange(worker: Worker, *, rows: Tensor, to: Tensor, ranks: list[int]) -> None:
@@ -230,6 +267,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "rows.apply": apply,
     "rows.reduce": reduce,
     "rows.row_sum": row_sum,
+    "rows.turns": turns,
+    "rows.of_turns": of_turns,
     "rows.exchange": exchange,
     "rows.free": free,
     "rows.grade": grade,

@@ -51,6 +51,7 @@ class Run:
         """
         self.options, self.controller = options, current()
         self.controller.may_skip = options.skip_nonfinite
+        self.controller.log_entropy = options.log_entropy
         self.profile = profile_window(options.profile)
         self.console = Console(options.log_every)
         self.tracked = Tracked()

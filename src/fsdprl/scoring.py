@@ -100,19 +100,28 @@ class Rewards:
         return grade(batch, self.functions[name], self.options, name=name, turn=turn)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """`{name}_rewards/mean` over the rows that each reward applies to, of those that scored this batch; what
-        rewards logged themselves (TRL's log_metric) when they last scored; what of the batch can teach nothing.
+        """`{name}_rewards/mean` over the rows that each reward applies to, of those that scored this batch, which is
+        `rewards/{name}/mean` as well, and `rewards/{name}/std`, unbiased; what rewards logged themselves (TRL's
+        log_metric) when they last scored; what of the batch can teach nothing.
 
-        reward_std: mean of the groups' deviations. frac_reward_zero_std: share of answers in groups without any,
-        groups of one among them. empty: share of answers without a token. And `completions`.
+        reward: mean of the batch's reward. reward_std: mean of the groups' deviations. frac_reward_zero_std: share of
+        answers in groups without any, groups of one among them. empty: share of answers without a token. And
+        `completions`.
         """
         scored = [name for name in self.weights if f"{name}_rewards" in batch]
-        means = {name: float(batch[f"{name}_rewards"].nanmean()) for name in scored}
-        found = {f"{name}_rewards/mean": mean for name, mean in means.items() if mean == mean}
+        found: dict[str, float] = {}
+        for name in scored:
+            scores = batch[f"{name}_rewards"]
+            scores = scores[~scores.isnan()]
+            if len(scores):
+                mean, std = float(scores.mean()), float(scores.std()) if len(scores) > 1 else 0.0
+                found[f"{name}_rewards/mean"] = found[f"rewards/{name}/mean"] = mean
+                found[f"rewards/{name}/std"] = std
         found |= self.logged
         if len(batch) and "reward" in batch and "group" in batch:
             std = group_std(batch["reward"], batch["group"])
             found |= {
+                "reward": float(batch["reward"].mean()),
                 "reward_std": float(std.mean()),
                 "frac_reward_zero_std": float((std == 0).double().mean()),
                 "empty": float((batch["loss_tokens"] == 0).double().mean()),

@@ -23,7 +23,7 @@ class Row:
     info: dict[str, Any] = field(default_factory=dict)
     """msgpack-able facts for rewards and people: prompt, answer, meta, prompt_length, truncated."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """name -> [loss tokens], in order."""
+    """name -> [loss tokens], in order, or [loss tokens, K] of a column with K numbers a token."""
     loss_tokens: int = -1
     """How many tokens are loss tokens: counted when not given, and then asked for by every verb."""
     text: str | None = None
@@ -57,7 +57,7 @@ class Store:
             )
         loss_tokens = row.loss_tokens
         for name, values in row.columns.items():
-            if values.shape != (loss_tokens,):
+            if values.ndim not in (1, 2) or len(values) != loss_tokens:
                 raise ValueError(
                     f"row {row_id}: column {name!r} has shape {tuple(values.shape)}, not ({loss_tokens},)"
                 )
@@ -67,7 +67,7 @@ class Store:
         return [self.rows[int(i)] for i in row_ids]
 
     def column(self, name: str, row_ids: Iterable[int]) -> Tensor:
-        """The named column of these rows back to back, [S]. Raises KeyError where a row lacks it."""
+        """The named column of these rows back to back, [S] or [S, K]. Raises KeyError where a row lacks it."""
         parts = []
         for i in row_ids:
             row = self.rows[int(i)]
@@ -79,9 +79,9 @@ class Store:
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def set_column(self, name: str, row_ids: Sequence[int], values: Tensor) -> None:
-        """Split values [S] (rows back to back) into the rows' columns."""
+        """Split values [S] or [S, K] (rows back to back) into the rows' columns."""
         lengths = [self.rows[int(i)].loss_tokens for i in row_ids]
-        if values.shape != (sum(lengths),):
+        if values.ndim not in (1, 2) or len(values) != sum(lengths):
             raise ValueError(
                 f"column {name!r}: {tuple(values.shape)} values for {sum(lengths)} loss tokens"
             )

@@ -73,6 +73,7 @@ POLICY_LOSSES = {
     "policy_gradient": rl.losses.policy_gradient,
     "reweighed": reweighed,
     "distill": partial(rl.losses.distill_loss),
+    "gkd": partial(rl.losses.gkd_loss, beta=0.3),
     "kl_k1": partial(rl.losses.kl_penalty, coef=0.1, kind="k1"),
     "kl_k2": partial(rl.losses.kl_penalty, coef=0.1, kind="k2"),
     "kl_k3": partial(rl.losses.kl_penalty, coef=0.1, kind="k3"),
@@ -139,6 +140,8 @@ def make_batch(examples, policy, critic) -> rl.Batch:
     for i, name in enumerate(("logp_old", "logp_ref", "logp_teacher", "importance")):
         batch.apply(partial(wave, salt=float(i)), out="bump")
         batch.apply(partial(rename, scale=0.2), out=name)
+    policy.run(batch, {"top_ids": "top_ids", "logp_top": "now_top"}, top=5)
+    batch.apply(lowered, out="logp_teacher_top")
     batch.apply(partial(wave, salt=9.0), out="returns")
     batch.apply(partial(value_before, scale=0.3), out="value_old")
     batch["reward"] = torch.cos(order)
@@ -176,6 +179,11 @@ def kto(batch, policy):
 
 def rename(now, bump, *, scale: float):
     return shifted(now, bump, scale=scale)
+
+
+def lowered(now_top, bump):
+    """Log-probs of a teacher who thinks less of some of these words."""
+    return now_top - 0.3 * bump.abs()[:, None]
 
 
 def value_before(value_now, returns, *, scale: float):

@@ -27,6 +27,7 @@ PROMPTED = (
     "dapo",
     "ppo",
     "distill",
+    "gkd",
     *TALKING,
 )
 
@@ -38,7 +39,10 @@ def task(folder: Path) -> dict[str, str]:
     better = [f"{17 * i % 1000}" for i in range(240)]
     worse = ["abcdefghijkl"[i % 9 :][:3] for i in range(240)]
     rows: dict[str, list[dict[str, Any]]] = {
-        "prompts": [{"prompt": p, "answer": str(i)} for i, p in enumerate(asked)],
+        "prompts": [
+            {"prompt": p, "answer": str(i), "completion": c}
+            for i, (p, c) in enumerate(zip(asked, better, strict=True))
+        ],
         "pairs": [
             {"prompt": p, "chosen": c, "rejected": r}
             for p, c, r in zip(asked, better, worse, strict=True)
@@ -71,7 +75,9 @@ def words(name: str, files: dict[str, str], out: Path, **flags: Any) -> list[str
     else:
         data = {"kto": "labels", "sft": "texts"}.get(name, "pairs")
         fields |= {"data": files[data], "max-length": 64, "batch-size": 8, "eval-every": 2}
-    fields |= {"teacher": files["other"]} if name == "distill" else {}
+    fields |= {"teacher": files["other"]} if name in ("distill", "gkd") else {}
+    if name == "gkd":
+        del fields["group-size"]
     fields |= {"max-new-tokens": 50, "question": "sure?"} if name == "grpo_self_correct" else {}
     fields |= {"when-short": "train", "max-rounds": 2} if name == "dapo" else {}
     typed = [str(ROOT / "recipes" / f"{name}.py")]

@@ -56,7 +56,12 @@ class Network(nn.Module):
         self.weight = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
 
     def forward(
-        self, packed: Packed, *, also: Collection[str] = ()
+        self,
+        packed: Packed,
+        *,
+        also: Collection[str] = (),
+        choices_SK: Tensor | None = None,
+        top: int = 0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         where = packed.ids.double() * (1.3 + self.salt / 10) + packed.positions / 7
         wave = torch.sin(where + 3 * self.weight)
@@ -65,6 +70,9 @@ class Network(nn.Module):
             means = [part.mean() for part in wave.split(list(packed.lengths))[: packed.rows]]
             return torch.stack(means) if len(ends) else wave[:0], {}
         wave = wave[packed.target]
+        if top:
+            near = (packed.ids[packed.target, None] + torch.arange(top)) % 64
+            return self.of_words(near, packed), {"top_ids": near.int()}
         if self.kind == "value":
             return wave * self.weight, {}
         others = {
@@ -72,7 +80,15 @@ class Network(nn.Module):
             "collision": -0.7 + 0.2 * wave.detach(),
             "balance": 2 + 0.1 * wave,
         }
-        return -1 - 0.5 * wave / packed.temperature, {name: others[name] for name in also}
+        made = {name: others[name] for name in also}
+        if choices_SK is not None:
+            made["logp_top"] = self.of_words(choices_SK, packed)
+        return -1 - 0.5 * wave / packed.temperature, made
+
+    def of_words(self, ids_SK: Tensor, packed: Packed) -> Tensor:
+        """Log-probs of up to five words of each token: they add up to less than 1."""
+        wave = torch.sin(ids_SK.double() * (1.3 + self.salt / 10) + 3 * self.weight)
+        return -2.2 - 0.5 * wave / packed.temperature[:, None]
 
 
 class Engine:
@@ -210,7 +226,7 @@ class Run:
         self.stage: Any = controller_module.current()
         self.stage.calls.append(("run", plain(dataclasses.asdict(options))))
         self.step, self.tracked = 0, {}
-        self.stage.run = self
+        self.stage.run, self.stage.log_entropy = self, options.log_entropy
 
     def track(self, **things: Any) -> None:
         kept = Tracked()

@@ -398,6 +398,13 @@ def test_kto_takes_pairs_and_pairs_are_not_made_of_labels(act, files):
 # ---- distillation ------------------------------------------------------------------------------
 
 
+def rows_of(played):
+    return played.stage.workers[0].store.rows.values()
+
+
+LENGTHS = ("response_length", "prompt_length")
+
+
 def test_distillation_moves_towards_the_teacher(act, files):
     """The token weight is the gap between teacher and student; a student that is the teacher stays."""
     still = act("distill", teacher=files["model"])
@@ -410,6 +417,48 @@ def test_distillation_moves_towards_the_teacher(act, files):
     gap = [x for row in rows for x in (row["logp_teacher"] - row["logp_old"]).tolist()]
     assert [x for row in rows for x in row["advantage"].tolist()] == pytest.approx(gap)
     assert moved.values("actor/reverse_kl")[0] == pytest.approx(-sum(gap) / len(gap), rel=1e-5)
+
+
+def test_gkd_on_the_students_answers_and_on_the_datas(act, files):
+    """In a share of the steps each; both are to the same prompts, and the teacher's words are told to the student."""
+    made = {share: act("gkd", student_share=share, steps=1) for share in (0.0, 1.0)}
+    for share, played in made.items():
+        (payload,) = updates(played)[0]
+        rows = [played.stage.workers[0].store.rows[row] for row in payload["rows"]]
+        assert [loss["qualname"] for loss in payload["losses"]] == ["gkd_loss"]
+        assert all(row.columns["top_ids"].shape == (row.loss_tokens, 4) for row in rows)
+        assert ("logp_sampler" in rows[0].columns) == (share == 1.0)
+        (weight,) = set(payload["samples"]["weight"])
+        assert weight == pytest.approx(1 / sum(row.loss_tokens for row in rows))
+    asked = [
+        {tuple(row.ids[: row.mask.int().argmax()].tolist()) for row in rows_of(played)}
+        for played in made.values()
+    ]
+    assert asked[0] == asked[1] and len(asked[0]) == 6
+    kinds = [
+        len(act("gkd", student_share=0.5, steps=20).values(f"{what}/mean")) for what in LENGTHS
+    ]
+    assert kinds[0] == kinds[1] and 4 <= kinds[0] <= 16
+    temperatures = {
+        row for p in updates(act("gkd", temperature=0.7)) for row in p[0]["samples"]["temperature"]
+    }
+    assert temperatures == {0.7}
+
+
+def test_gkd_lowers_the_divergence_from_its_teacher(act, files):
+    still = act("gkd", teacher=files["model"])
+    assert still.values("actor/divergence")[0] == pytest.approx(0.0, abs=1e-12)
+    assert still.weights["policy"] == pytest.approx(0.1)
+    for share in (0.0, 1.0):
+        found = act("gkd", student_share=share, steps=12, lr=0.3, beta=0.2).values(
+            "actor/divergence"
+        )
+        assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("mistake", [{"beta": 1.5}, {"student_share": -0.1}, {"top_k": 0}])
+def test_gkd_refuses_what_cannot_be(act, mistake):
+    assert "--beta and --student-share" in act("gkd", **mistake).error
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(act, files, tmp_path):

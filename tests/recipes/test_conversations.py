@@ -76,7 +76,9 @@ def test_the_reward_of_the_environment(roll):
     rewards = rl.Rewards(("env", f"{GRADE}always"), (0.5, 1.0))
     assert rewards(batch).tolist() == pytest.approx([1.1] * 10)
     means = {k: v for k, v in rewards.metrics(batch).items() if not k.startswith("completions/")}
-    assert means == pytest.approx({"env_rewards/mean": 2.0, "always_rewards/mean": 0.1})
+    expected = {"env_rewards/mean": 2.0, "always_rewards/mean": 0.1}
+    expected |= {"rewards/env/mean": 2.0, "rewards/always/mean": 0.1}
+    assert means == pytest.approx(expected | {"rewards/env/std": 0.0, "rewards/always/std": 0.0})
     with pytest.raises(rl.UserError, match="had no environment"):
         del batch.columns["env_reward"]
         rewards(batch)

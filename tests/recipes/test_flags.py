@@ -24,6 +24,7 @@ PROMPTED = (
     "dapo",
     "ppo",
     "distill",
+    "gkd",
     *TALKING,
 )
 VARIANTS = ("dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", *TALKING)
@@ -41,6 +42,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "question": f"what is {i}?",
             "answer": str(i),
             "gold": str(i // 2),
+            "completion": f"it is {i}",
+            "said": f"so {i // 3}",
         }
         for i in range(40)
     ]
@@ -141,8 +144,11 @@ def base(name: str, files: dict[str, str]) -> dict[str, Any]:
             }
         if name == "grpo_self_correct":
             fields |= {"max_new_tokens": 70, "question": "sure?"}
-        if name == "distill":
+        if name in ("distill", "gkd"):
             fields |= {"teacher": files["other"]}
+        if name == "gkd":
+            del fields["group_size"], fields["minibatches"]
+            fields |= {"top_k": 4}
         if name == "ppo":
             fields |= {"critic_lr": 0.2}
     else:
@@ -206,6 +212,11 @@ OWN: dict[str, dict[str, Any]] = {
     "distill": {
         "rewards": ((), {"eval_every": 2}), "reward_weights": ((1.0, 0.5), {"eval_every": 2}),
         "answer_key": ("gold", {"rewards": (f"{GRADE}matches",), "eval_every": 2}),
+    },
+    "gkd": {
+        "rewards": ((), {"eval_every": 2}), "reward_weights": ((1.0, 0.5), {"eval_every": 2}),
+        "answer_key": ("gold", {"rewards": (f"{GRADE}matches",), "eval_every": 2, "answer_key": "answer"}),
+        "student_share": 0.0, "beta": 0.1, "top_k": 2, "completion_key": ("said", {"student_share": 0.0}),
     },
     "dapo": {
         "filter_metric": f"{GRADE}letters", "pass_low": 0.6, "pass_high": 0.4, "prompts_per_round": 3,

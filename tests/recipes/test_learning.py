@@ -29,6 +29,7 @@ def test_every_recipe_has_a_learning_test():
         "dapo",
         "ppo",
         "distill",
+        "gkd",
         "sft",
         "dpo",
         "kto",
@@ -174,6 +175,26 @@ def test_distillation_lowers_the_kl_to_its_teacher(files: dict[str, str], tmp_pa
     assert (
         metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.3
     )  # the teacher answers in digits
+
+
+@SLOW
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_gkd_lowers_the_divergence_from_its_teacher(
+    share: float, files: dict[str, str], tmp_path: Path
+):
+    """On the data's answers alone and on the student's alone; the teacher answers in digits."""
+    teach(files["other"], tmp_path / "teacher")
+    flags = {
+        "steps": 30, "prompts-per-step": 64, "lr": 3e-3, "eval-every": 30, "teacher": tmp_path / "teacher",
+        "student-share": share, "top-k": 8,
+    }  # fmt: skip
+    metrics = run("gkd", files, tmp_path / "run", **flags)
+    before, after = metrics[0], metrics[-1]
+    figures(
+        "divergence, reward", *(series(metrics, f"eval/{it}") for it in ("divergence", "reward"))
+    )
+    assert after["eval/divergence"] < 0.5 * before["eval/divergence"]
+    assert after["eval/reward"] > before["eval/reward"] + 0.3
 
 
 def teach(path: str, out: Path) -> None:

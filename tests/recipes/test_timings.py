@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.processes import run, task
+from tests.recipes.test_metric_names import undocumented
 
 pytestmark = [pytest.mark.learn, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,6 +39,7 @@ def test_a_step_with_a_reference(name: str, files: dict[str, str], tmp_path: Pat
     more: dict[str, Any] = {"kl-coef": 0.1} if name in REFERENCED and name != "distill" else {}
     more |= {"sharding.offload-model": "True", "eval-every": 0}
     step = run(name, files, tmp_path / "run", **more)[1]
+    assert undocumented(step.keys() - {"step"}) == set()
     took = seconds(step)
     assert set(ALWAYS) <= took.keys() and all(value >= 0 for value in took.values())
     assert 0 <= took["controller_overhead"] < 0.5
@@ -48,7 +50,7 @@ def test_a_step_with_a_reference(name: str, files: dict[str, str], tmp_path: Pat
 def check_sampled(name: str, step: dict[str, Any], took: dict[str, float]) -> None:
     """32 answers: what they took, and tokens a second."""
     wanted = {*SAMPLED, *(() if name == "distill" else ("rule_reward", "non_overlap_rule_reward"))}
-    wanted |= {"kl"} if name in ("rloo", "ppo") else set()
+    wanted |= {"kl"} if name in ("rloo", "reinforce_pp", "ppo") else set()
     wanted |= {"critic_model", "update_critic"} if name == "ppo" else set()
     assert wanted <= took.keys(), wanted - took.keys()
     beside = [took.get(f"non_overlap_{part}", 0.0) for part in ("rule_reward", "reference_model")]

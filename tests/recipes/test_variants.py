@@ -16,7 +16,8 @@ from tests.recipes.test_flags import base, files
 
 __all__ = ["files"]  # a fixture
 TEXT = (stage.ROOT / "recipes" / "README.md").read_text()
-VARIANTS = dict(re.findall(r"^\*\*([\w. +]+)\*\*.*?```diff\n(.*?)```", TEXT, re.M | re.S))
+VARIANTS = dict(re.findall(r"^\*\*([\w. +-]+)\*\*.*?```diff\n(.*?)```", TEXT, re.M | re.S))
+SOURCE = dict.fromkeys(VARIANTS, "grpo") | {"GiGPO": "grpo_tools"}
 SURROGATES = {
     "SAPO": {"sapo_loss"},
     "TOPR": {"topr_loss"},
@@ -25,6 +26,9 @@ SURROGATES = {
     "FIPO": {"fipo_surrogate"},
     "REAL": {"real_loss"},
     "CHORD": {"surrogate", "chord_loss"},
+    "GiGPO": {"surrogate"},
+    "Lite PPO": {"surrogate"},
+    "OPD-RL": {"surrogate"},
     "GDPO": {"surrogate"},
 }
 
@@ -57,7 +61,8 @@ def changed(source: str, diff: str) -> str:
 def module(name: str, folder: Path) -> ModuleType:
     """The variant as a recipe of its own."""
     path = folder / f"{re.sub(r'[^a-z]', '', name.lower())}.py"
-    path.write_text(changed((stage.ROOT / "recipes" / "grpo.py").read_text(), VARIANTS[name]))
+    source = (stage.ROOT / "recipes" / f"{SOURCE[name]}.py").read_text()
+    path.write_text(changed(source, VARIANTS[name]))
     spec = importlib.util.spec_from_file_location(f"variant_{path.stem}", path)
     assert spec and spec.loader
     made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -70,8 +75,10 @@ def act(files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def run(name: str, **fields: Any) -> Played:
         made = module(name, tmp_path) if name in VARIANTS else recipe(name)
         monkeypatch.setattr(stage, "recipe", lambda _: made)
-        more: dict[str, Any] = {"expert_data": files["chats"]} if name == "CHORD" else {}
-        return stage.play("grpo", monkeypatch, **(base("grpo", files) | more | fields))
+        own = {"CHORD": {"expert_data": files["chats"]}, "OPD-RL": {"teacher": files["other"]}}
+        more: dict[str, Any] = own.get(name, {})
+        of = SOURCE.get(name, name)
+        return stage.play(of, monkeypatch, **(base(of, files) | more | fields))
 
     return run
 
@@ -88,7 +95,7 @@ def test_every_variant_is_known():
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_it_trains_with_its_own_loss(act, name: str):
-    plain = act("grpo").weights["policy"]
+    plain = act(SOURCE[name]).weights["policy"]
     played = act(name)
     assert played.error == "" and updates(played)
     sent = [loss["qualname"] for payload in updates(played) for loss in payload["losses"]]
@@ -127,7 +134,45 @@ def test_advantages_are_what_each_paper_says(act):
     )
     assert len(gdpo) == 24 and abs(float(gdpo.mean())) < 1e-9
     assert float(gdpo.std()) == pytest.approx(1.0, abs=1e-3)
+    lite, played = updates(act("Lite PPO", minibatches=1))[0]["samples"], act("grpo", minibatches=1)
+    grouped = torch.tensor(lite["advantage"], dtype=torch.float64).view(-1, 4)
+    plain = torch.tensor(updates(played)[0]["samples"]["advantage"], dtype=torch.float64).view(
+        -1, 4
+    )
+    assert grouped.mean(1).abs().max() < 1e-9
+    ratio = grouped / plain
+    assert (ratio.std(1) < 1e-6).all() and ratio.mean(1).std() > 0.01
     kimi = updates(act("Kimi k1.5", minibatches=1))[0]["samples"]["advantage"]
     assert max(map(abs, kimi)) < max(
         map(abs, updates(act("SAPO", minibatches=1))[0]["samples"]["advantage"])
     )
+
+
+def test_a_teacher_grades_every_token_beside_the_reward(act):
+    played = act("OPD-RL", minibatches=1, steps=1, teacher_coef=0.3)
+    payload, store = updates(played)[0], played.stage.workers[0].store.rows
+    assert len(payload["rows"]) == 24 and "advantage" not in payload["samples"]
+    found = [store[row].columns for row in payload["rows"]]
+    bases = set()
+    for columns in found:
+        base = columns["advantage"] - 0.3 * (columns["logp_teacher"] - columns["logp_old"])
+        assert base.max() - base.min() < 1e-6
+        bases.add(round(float(base[0]), 6))
+    assert len(bases) > 3
+
+
+def test_turns_are_compared_beside_their_conversations(act):
+    """Where every conversation is one turn, the turn's advantage is its conversation's: both add up."""
+    once = act("GiGPO", minibatches=1, steps=1)
+    (payload,), store = updates(once), once.stage.workers[0].store.rows
+    assert "advantage" not in payload["samples"] and once.values("turns/shared") == [1.0]
+    plain = act("grpo_tools", minibatches=1, steps=1)
+    first, other = min(store), min(plain.stage.workers[0].store.rows)
+    (asked,) = updates(plain)
+    said = dict(zip(asked["rows"], asked["samples"]["advantage"], strict=True))
+    assert 0 < len(said) <= len(payload["rows"])
+    for row in payload["rows"]:
+        twice = 2 * said.get(row - first + other, 0.0)
+        assert store[row].columns["advantage"].tolist() == pytest.approx(
+            [twice] * store[row].loss_tokens, abs=1e-5
+        )
