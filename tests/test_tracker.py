@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdprl.plots import Plots, draw
+from fsdprl.plots import Plots, distinct, draw
 from fsdprl.sidecar import Sidecar
 from fsdprl.tracker import Trackers
 
@@ -242,6 +242,15 @@ def test_plots_are_drawn_beside_the_metrics(tmp_path: Path):
         "timing.png",
     ]
     assert (tmp_path / "plots" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_number_with_two_names_is_drawn_once():
+    curves = {
+        "reward": ([0, 1], [2.0, 3.0]),
+        "reward/mean": ([0, 1], [2.0, 3.0]),
+        "eval/reward": ([0], [2.0]),
+    }
+    assert distinct(curves) == {name: curves[name] for name in ("reward", "eval/reward")}
 
 
 def test_of_what_only_has_losses_the_loss_is_looked_at(tmp_path: Path):

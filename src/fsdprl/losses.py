@@ -76,19 +76,23 @@ def clip_shares(clipped: Tensor, side: Tensor) -> dict[str, Tensor]:
     return {f"pg_clipfrac{which}": where.to(side) for which, where in shares.items()}
 
 
-ROW_EXTREMES = ("entropy", "pg_clipfrac_low", "pg_clipfrac_high")
-"""Token metrics whose least and largest mean over an answer are reported beside the mean over all."""
+ROW_EXTREMES = {
+    "entropy": ("min", "max"),
+    "pg_clipfrac_low": ("min",),
+    "pg_clipfrac_high": ("max",),
+}
+"""Token metrics whose least or largest mean over an answer is reported beside the mean over all."""
 
 
 def row_extremes(metrics: dict[str, Tensor], segment: Tensor) -> dict[str, Tensor]:
-    """`min/NAME` and `max/NAME` of the ROW_EXTREMES among token metrics [S]: over rows with loss tokens, of the
+    """`min/NAME` or `max/NAME` of the ROW_EXTREMES among token metrics [S]: over rows with loss tokens, of the
     mean over a row's tokens. So they do not depend on microbatches or ranks."""
     rows = row_count(segment)
     present = segment_count(segment, rows) > 0
     found: dict[str, Tensor] = {}
     for name in [name for name in ROW_EXTREMES if name in metrics and len(segment)]:
         means = segment_mean(metrics[name].detach().double(), segment, rows)[present]
-        found |= {f"min/{name}": means.min(), f"max/{name}": means.max()}
+        found |= {f"{how}/{name}": getattr(means, how)() for how in ROW_EXTREMES[name]}
     return found
 
 

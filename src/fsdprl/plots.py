@@ -66,7 +66,7 @@ def draw(folder: Path) -> list[Path]:
     drawn: list[Path] = []
     for title, unit, pattern in FIGURES:
         curves = {name: curve(rows, name) for name in names if re.fullmatch(pattern, name)}
-        curves = {name: points for name, points in curves.items() if len(points[0]) > 1}
+        curves = distinct({name: it for name, it in curves.items() if len(it[0]) > 1})
         if not curves:
             continue
         figure = figures.Figure(figsize=(7, 4))
@@ -91,6 +91,14 @@ def curve(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[fl
     """The steps that have a metric, and its values."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def distinct(curves: dict[str, Any]) -> dict[str, Any]:
+    """The curves without those that are another one's, number by number, under a second name."""
+    first: dict[str, str] = {}
+    for name, points in curves.items():
+        first.setdefault(repr(points), name)
+    return {name: curves[name] for name in first.values()}
 
 
 def main() -> None:
