@@ -1,4 +1,4 @@
-"""CISPO: REINFORCE with a clipped importance weight, so that no token ever loses its gradient.
+r"""CISPO: REINFORCE with a clipped importance weight, so that no token ever loses its gradient.
 
     torchrun --nproc-per-node 8 recipes/cispo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

@@ -1,4 +1,4 @@
-"""DAPO: GRPO with a higher upper clip, dynamic sampling, a mean over tokens, and care for overlong answers.
+r"""DAPO: GRPO with a higher upper clip, dynamic sampling, a mean over tokens, and care for overlong answers.
 
     torchrun --nproc-per-node 8 recipes/dapo.py --model Qwen/Qwen3-0.6B --data dapo_math_17k.parquet \
         --max-new-tokens 20480 --overlong-buffer 4096

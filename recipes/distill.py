@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and a teacher says of every token how likely it was.
+r"""On-policy distillation: the student samples, and a teacher says of every token how likely it was.
 
     torchrun --nproc-per-node 8 recipes/distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B \
         --data gsm8k_train.jsonl --prompt-key question

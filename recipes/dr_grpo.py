@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO that divides neither by the group's deviation nor by an answer's length.
+r"""Dr. GRPO: GRPO that divides neither by the group's deviation nor by an answer's length.
 
     torchrun --nproc-per-node 8 recipes/dr_grpo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

@@ -1,4 +1,4 @@
-"""GRPO: sample a group of answers per prompt, center rewards inside the group, clip the ratio.
+r"""GRPO: sample a group of answers per prompt, center rewards inside the group, clip the ratio.
 
     torchrun --nproc-per-node 8 recipes/grpo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

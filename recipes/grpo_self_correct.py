@@ -1,4 +1,4 @@
-"""Self-correction in two turns: the model answers, is asked to check itself, and answers again.
+r"""Self-correction in two turns: the model answers, is asked to check itself, and answers again.
 
     torchrun --nproc-per-node 8 recipes/grpo_self_correct.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

@@ -1,4 +1,4 @@
-"""GRPO with tools: answers are conversations in which the model calls functions and reads their results.
+r"""GRPO with tools: answers are conversations in which the model calls functions and reads their results.
 
     torchrun --nproc-per-node 8 recipes/grpo_tools.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer --tools calculator python

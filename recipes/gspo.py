@@ -1,4 +1,4 @@
-"""GSPO: GRPO with one importance ratio an answer, the geometric mean of its tokens' ratios.
+r"""GSPO: GRPO with one importance ratio an answer, the geometric mean of its tokens' ratios.
 
     torchrun --nproc-per-node 8 recipes/gspo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

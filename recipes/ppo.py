@@ -1,4 +1,4 @@
-"""PPO: a critic values every token; advantages come from it; actor and critic learn with clipped losses.
+r"""PPO: a critic values every token; advantages come from it; actor and critic learn with clipped losses.
 
     torchrun --nproc-per-node 8 recipes/ppo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

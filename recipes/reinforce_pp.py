@@ -1,4 +1,4 @@
-"""REINFORCE++: PPO's clip and KL in the reward without a critic; advantages are whitened over the batch.
+r"""REINFORCE++: PPO's clip and KL in the reward without a critic; advantages are whitened over the batch.
 
     torchrun --nproc-per-node 8 recipes/reinforce_pp.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE whose baseline is the mean reward of the other answers to the same prompt.
+r"""RLOO: REINFORCE whose baseline is the mean reward of the other answers to the same prompt.
 
     torchrun --nproc-per-node 8 recipes/rloo.py --model Qwen/Qwen3-0.6B --data gsm8k_train.jsonl \
         --prompt-key question --answer-key answer

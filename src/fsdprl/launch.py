@@ -23,6 +23,7 @@ from fsdprl.breakpoints import breakpoints
 from fsdprl.controller import Controller, set_current
 from fsdprl.endings import describe
 from fsdprl.errors import Interrupted, UserError
+from fsdprl.inputs import check_inputs
 from fsdprl.joining import Joining, check_same_files, listen
 from fsdprl.liveness import die_with_parent, tell_torchrun
 from fsdprl.options import RunOptions
@@ -68,6 +69,8 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         alone = world.local_size == world.size and not flags.dry_run
         if isinstance(options, RunOptions) and alone:
             preflight(options, fields, quiet=world.rank != 0, restarted=world.restart > 0)
+        if world.local_size == world.size:
+            check_inputs(fields)
         recipe = Path(str(getattr(sys.modules[main.__module__], "__file__", None))).resolve()
         if not recipe.is_file():
             raise UserError("launch(main, ...): main must be in a file, which every rank runs")

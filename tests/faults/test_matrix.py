@@ -36,17 +36,16 @@ def test_row(row: Row, ranks: int, tmp_path: Path):
     whole = trial.undisturbed(ranks, **row.base) if row.resumes else None
     made = row.make(tmp_path) if row.make else {}
     last = {"last": ranks - 1}
-    fault = row.fault.format(**last)
-    command = {"recipe": row.recipe, "fault": fault, **row.base, **row.flags, **made}
-    ended = trial.run(out, ranks, **command)
+    command = {"recipe": row.recipe, **row.base, **row.flags, **made}
+    ended = trial.run(out, ranks, fault=row.fault.format(**last), **command)
     check_end(row, ended, ranks)
     if whole is None:
         return
     if row.spoil:
         row.spoil(out)
-    again = trial.run(out, ranks, **command)
-    assert again.code == 0, again.said
-    assert re.search(row.again, again.said), again.said
+    again = trial.calm(out, ranks, **command)
+    assert again.code == 0, again.err
+    assert re.search(row.again, again.out + again.err), again.out + again.err
     assert not executed(out).exists()
     trial.check_identical(out, whole)
 

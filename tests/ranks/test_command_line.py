@@ -19,6 +19,10 @@ import fsdprl as rl
 class Config:
     steps: int = 1
     """Steps."""
+    model: str = ""
+    """Checkpoint."""
+    data: str = ""
+    """Rows."""
     run: rl.RunOptions = field(default_factory=rl.RunOptions)
 
 def main(cfg):
@@ -37,7 +41,7 @@ def finished_run(folder: Path) -> None:
     """A run folder as one leaves it that is done."""
     folder.mkdir()
     run = {"out": str(folder), "save_every": 100, "keep": 0}
-    facts = {"config": {"steps": 1, "run": run}}
+    facts = {"config": {"steps": 1, "model": "", "data": "", "run": run}}
     (folder / "config.json").write_text(json.dumps(facts))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
     (folder / "status.json").write_text('{"state": "finished"}')
@@ -48,6 +52,8 @@ def finished_run(folder: Path) -> None:
     [
         ("--run.sav-every 1", True, "--run.sav-every: no such option; did you mean --run.save-every?"),
         ("--run.out {out} --run.resume never", True, "--run.resume is never"),
+        ("--data {out}/metric.jsonl --run.out {out}-2", True, "no such file; did you mean {out}/metrics.jsonl?"),
+        ("--model {out}/nowhere --run.out {out}-2", True, "--model {out}/nowhere: no such folder"),
         ("--help", False, "A recipe that never starts."),
         ("--run.out {out}", False, "this run is finished"),
     ],
@@ -73,7 +79,7 @@ def test_said_once(tmp_path: Path, words: str, failed: bool, said: str):
     )
     told = done.stdout + done.stderr
     assert (done.returncode != 0) is failed, told
-    assert told.count(said) == 1, told
+    assert told.count(said.format(out=out)) == 1, told
     assert "main ran" not in told
     assert "torch was imported" not in told
     assert ("exitcode  : 2" in told) is failed

@@ -16,14 +16,9 @@ from fsdprl.data import order
 from fsdprl.data.csv_rows import CsvRows
 from fsdprl.data.json_rows import JsonLines, open_json
 from fsdprl.data.mixture import Mixture, read_sets
+from fsdprl.data.places import EXTENSIONS, JSON_LINES, SEPARATED, TABLES, TEXTS, absent, subset_of
 from fsdprl.data.text_rows import TextRows
 from fsdprl.errors import UserError
-
-JSON_LINES = (".jsonl", ".ndjson")
-SEPARATED = (".csv", ".tsv")
-TABLES = (".parquet", ".arrow")
-TEXTS = (".txt",)
-EXTENSIONS = (".json", *JSON_LINES, *SEPARATED, *TABLES, *TEXTS)
 
 
 class Rows(Protocol):
@@ -89,14 +84,6 @@ def fingerprint(path: str) -> str:
                     opened.seek(start)
                     digest.update(opened.read(1 << 20))
     return digest.hexdigest()
-
-
-def subset_of(path: str) -> tuple[str, int | None]:
-    """(`PATH`, n) of `PATH#n`; (`PATH`, None) without a number behind it."""
-    name, mark, count = path.rpartition("#")
-    if not mark or not count.isdigit() or Path(path).expanduser().exists():
-        return path, None
-    return name, int(count)
 
 
 def field(row: dict[str, Any], key: str, where: str, flag: str) -> Any:
@@ -210,13 +197,8 @@ def _saved(path: Path, flag: str) -> Rows:
 def _hub(path: str, flag: str) -> Rows:
     name, _, part = path.partition("@")
     name, _, config = name.partition(":")
-    looks_local = path.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local or Path(path).suffix.lower() in EXTENSIONS or not name:
-        folder = Path(path).expanduser().parent
-        there = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        near = difflib.get_close_matches(Path(path).name, there, n=1)
-        hint = f"; did you mean {folder / near[0]}?" if near else ""
-        raise UserError(f"{flag} {path}: no such file{hint}")
+    if said := absent(path, flag):
+        raise UserError(said)
 
     def load(datasets: Any) -> Any:
         return datasets.load_dataset(name, config or None, split=part or "train")

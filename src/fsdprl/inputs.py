@@ -1,0 +1,35 @@
+"""What a command names that is not there, said before torch is imported: a second instead of ten."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdprl.checkpoint_files import find_checkpoint
+from fsdprl.data.places import absent
+from fsdprl.errors import UserError
+
+CHECKPOINTS = ("model", "teacher", "critic", "reference_model", "reward_model")
+DATASETS = ("data", "eval_data")
+"""Fields of a recipe's config that name one or several of these, as those of all recipes here do."""
+
+
+def check_inputs(config: Mapping[str, Any]) -> None:
+    """UserError for the first checkpoint or dataset that is not there or can never be used. What may be a name of the
+    hub is left to the one who loads it."""
+    for name in CHECKPOINTS:
+        for path in _paths(config.get(name)):
+            if Path(path).expanduser().exists() or path.startswith((".", "/", "~")):
+                find_checkpoint(path, flag=_flag(name))
+    for name in DATASETS:
+        for path in _paths(config.get(name)):
+            if said := absent(path, _flag(name)):
+                raise UserError(said)
+
+
+def _paths(value: Any) -> Iterable[str]:
+    many = value if isinstance(value, (tuple, list)) else (value,)
+    return [path for path in many if isinstance(path, str) and path]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

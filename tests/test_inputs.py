@@ -1,0 +1,43 @@
+"""What a command names is looked for before anything else begins, and what may be on the hub is let pass."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdprl.errors import UserError
+from fsdprl.inputs import check_inputs
+from tests import tiny
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    return {"model": str(tiny.checkpoint()), "data": f"{tmp_path}/rows.jsonl#1", "steps": 3}
+
+
+def test_what_is_there_and_what_may_be_on_the_hub(config):
+    check_inputs(config)
+    check_inputs({"model": "Qwen/Qwen3-0.6B", "data": "openai/gsm8k:main@train", "eval_data": ""})
+    check_inputs({"model": None, "data": 3, "reward_model": ()})  # another recipe's own meaning
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("data", "{0}/row.jsonl", "--data {0}/row.jsonl: no such file; did you mean {0}/rows.jsonl?"),
+        ("data", "{0}/row.jsonl#5", "--data {0}/row.jsonl#5: no such file; did you mean"),
+        ("eval_data", "nowhere.parquet", "--eval-data nowhere.parquet: no such file"),
+        ("eval_data", "a/b/c", "--eval-data a/b/c: no such file"),
+        ("model", "{0}/nowhere", "--model {0}/nowhere: no such folder"),
+        ("teacher", "./nowhere", "--teacher ./nowhere: no such folder"),
+        ("critic", "{0}", "--critic {0}: {0}/config.json is missing"),
+        ("reference_model", "{0}/rows.jsonl", "--reference-model {0}/rows.jsonl: no such folder"),
+        ("reward_model", ("{model}", "{0}/gone"), "--reward-model {0}/gone: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(config, tmp_path, field, value, said):
+    many = value if isinstance(value, tuple) else (value,)
+    paths = tuple(path.format(tmp_path, model=config["model"]) for path in many)
+    with pytest.raises(UserError) as caught:
+        check_inputs(config | {field: paths if isinstance(value, tuple) else paths[0]})
+    assert str(caught.value).startswith(said.format(tmp_path))
