@@ -13,6 +13,7 @@ from fsdprl.advantages import (
     group_std,
     last_token_reward,
     leave_one_out,
+    magnified,
     token_reward,
     whiten,
     with_teacher,
@@ -191,3 +192,14 @@ def test_a_teacher_beside_a_reward_by_hand():
     assert with_teacher(base, teacher, old, coef=0.5).tolist() == [1.5, -2.0]
     with pytest.raises(ValueError, match="one shape"):
         with_teacher(base[:1], teacher, old, coef=0.5)
+
+
+def test_magnified_by_hand():
+    """p_told / p_old is 1.1, 2 and 1/2, clipped at 1.2 and 0.8; where A < 0 it counts the other way round."""
+    told, old = t(1.1, 2, 0.5).log(), t(1, 1, 1).log()
+    assert magnified(t(2, 2, 2), told, old, share=1.0, bound=0.2).tolist() == pytest.approx(
+        [2.2, 2.4, 1.6]
+    )
+    lower = magnified(t(-2, -2, -2), told, old, share=0.5, bound=0.2)
+    assert lower.tolist() == pytest.approx([-1 - 1 / 1.1, -1.8, -2.2])
+    assert magnified(t(0, 0, 0), told, old).tolist() == [0, 0, 0]

@@ -10,8 +10,10 @@ from fake import install
 
 from fsdprl import rewording
 from fsdprl.batch import Lease
+from fsdprl.errors import UserError
 from fsdprl.policy import RewardModel
 from fsdprl.sample import Sample
+from fsdprl.telling import logprobs_told
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -74,3 +76,54 @@ def test_scores_of_reworded_rows_come_back_in_order(folders, monkeypatch):
     Lease.flush()  # the reworded rows are forgotten with their batch
     assert sum(len(worker.store) for worker in fake.workers) == kept - 5
     assert isinstance(scores, torch.Tensor)
+
+
+FORM = "{prompt} It is {answer}: {answer}."
+
+
+def test_a_prompt_is_told_again_with_more():
+    """The last thing that the user said changes, nothing else; what the row brings is no form itself."""
+    words = copy.deepcopy(tiny.tokenizer())
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}, *CHAT]
+    read = words.decode(rewording.retold(words, {"messages": talk, "answer": "{prompt}"}, FORM))
+    asked = [*talk[:2], {"role": "user", "content": "2+2? It is {prompt}: {prompt}."}]
+    assert read == words.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    plain = rewording.retold(words, {"prompt": "2+2=", "answer": 4}, FORM)
+    assert words.decode(plain, skip_special_tokens=True) == "2+2= It is 4: 4."
+    with pytest.raises(UserError, match="give --answer-key"):
+        rewording.retold(words, {"prompt": "2+2="}, FORM)
+
+
+def test_log_probs_of_retold_rows_come_back_to_the_rows(monkeypatch):
+    """Rows on two ranks; the pretended model gives each loss token the length of its row."""
+    fake = install(monkeypatch, 2)
+    fake.verbs |= rewording.VERBS
+    batch = fake.batch([3] * 5, [1, 2, 3, 4, 0], [0, 1, 0, 1, 1])
+    batch["temperature"] = 0.7
+    for worker in fake.workers:
+        worker.state["tokenizer"] = copy.deepcopy(tiny.tokenizer())
+        for row in worker.store.rows.values():
+            row.info |= {"messages": CHAT, "answer": "4"}
+    seen = []
+
+    def logprobs(told, out):
+        seen.append(told)
+        for worker in fake.workers:
+            for row_id in told.row_ids.tolist():
+                if row := worker.store.rows.get(row_id):
+                    row.columns[out] = torch.full((row.loss_tokens,), float(len(row.ids)))
+
+    logprobs_told(SimpleNamespace(logprobs=logprobs), batch, FORM)  # type: ignore[arg-type]
+    (told,) = seen
+    assert told["temperature"].tolist() == [0.7] * 5
+    assert told["loss_tokens"].tolist() == [1, 2, 3, 4, 0]
+    assert torch.equal(told.ranks, batch.ranks)
+    rows = {i: row for worker in fake.workers for i, row in worker.store.rows.items()}
+    for old, new, length in zip(batch.row_ids, told.row_ids, told["tokens"], strict=True):
+        before, after = rows[int(old)], rows[int(new)]
+        said = before.ids[before.mask]
+        assert torch.equal(after.ids[after.mask], said) and len(after.ids) == length > 10
+        assert before.columns["logp_told"].tolist() == [float(length)] * len(said)
+    assert "logp_told" in batch.token_columns
+    with pytest.raises(UserError, match="leaves the prompt out"):
+        logprobs_told(SimpleNamespace(), batch, "{answer}")  # type: ignore[arg-type]

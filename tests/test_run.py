@@ -183,6 +183,11 @@ def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], said: str
         Job(tmp_path / "run", **options).open()
 
 
+def test_what_policies_ask_the_controller_for(tmp_path: Path):
+    job = Job(tmp_path / "run", log_entropy=True, skip_nonfinite=3).open()
+    assert job.controller.log_entropy is True and job.controller.may_skip == 3
+
+
 def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path):
     job = Job(tmp_path / "run", dry=True).open()
     job.controller.report.append(("prompts", ["<user>1+1=", "<user>2+2="]))

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from fsdprl.sampler import Sampler as Sampler
     from fsdprl.schedules import Schedule as Schedule
     from fsdprl.scoring import Rewards as Rewards
+    from fsdprl.telling import logprobs_told as logprobs_told
 
 NAMES: dict[str, str] = {
     "anchored_advantages": "anchors",
@@ -118,6 +119,7 @@ NAMES: dict[str, str] = {
     "Sample": "sample",
     "Sampler": "sampler",
     "Rewards": "scoring",
+    "logprobs_told": "telling",
 }
 MODULES = (
     "advantages",

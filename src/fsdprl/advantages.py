@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .losses import check_shapes
+from .losses import LOG_RATIO_BOUND, check_shapes
 from .segments import is_last, row_count, segment_count, segment_position
 
 # ---- on the controller: one number a sample ----------------------------------------------------
@@ -124,6 +124,20 @@ def with_teacher(base: Tensor, logp_teacher: Tensor, logp_old: Tensor, *, coef: 
     as the token that was sampled estimates it (Lu 2025, "On-policy distillation"; ms-swift's OPD-RL): [S]."""
     check_shapes(base=base, logp_teacher=logp_teacher, logp_old=logp_old)
     return base + coef * (logp_teacher - logp_old)
+
+
+def magnified(
+    base: Tensor, logp_told: Tensor, logp_old: Tensor, *, share: float = 0.5, bound: float = 0.2
+) -> Tensor:
+    """RLSD: base (1 - share + share w), w = clip((p_told / p_old)^sign(base), 1 - bound, 1 + bound): [S].
+
+    Yang et al. 2026 (arXiv 2604.03128): the reward says which way a token is pushed, and the same policy
+    behind a prompt that tells it the solution (telling.py) how far.
+    """
+    check_shapes(base=base, logp_told=logp_told, logp_old=logp_old)
+    gain = (logp_told - logp_old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight = (base.sign() * gain).exp().clamp(1 - bound, 1 + bound)
+    return base * (1 - share + share * weight)
 
 
 def discounted_returns(token_reward: Tensor, segment: Tensor, *, gamma: float = 1.0) -> Tensor:

@@ -1,12 +1,14 @@
-"""Worker verbs for reward models that read with other words: their own tokenizer and chat template."""
+"""Worker verbs for rows in other words: a reward model's own tokens, or a prompt that says more."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdprl.data.chat import load_tokenizer
+from fsdprl.data.chat import Conversations, load_tokenizer
+from fsdprl.errors import UserError
 from fsdprl.rows import samples_of
 from fsdprl.sample import Sample
 from fsdprl.store import Row
@@ -51,6 +53,49 @@ def worded(tokenizer: Any, sample: Sample) -> list[int]:
     return ids if len(ids) > 1 else [*ids, end, end][:2]
 
 
+def retell(worker: Worker, *, rows: Tensor, row_ids: Tensor, form: str) -> Tensor:
+    """Keep these rows under new row ids, the same answers behind prompts in this form: `{prompt}` in it is the last
+    message of the user (or the whole text), `{answer}` the row's reference answer. Returns their lengths, int64 [R].
+    """
+    tokenizer, lengths = worker.state["tokenizer"], []
+    for row, row_id in zip(worker.store.select(rows.tolist()), row_ids.tolist(), strict=True):
+        prompt = torch.tensor(retold(tokenizer, row.info, form), dtype=torch.int32)
+        behind = row.info["prompt_length"]
+        ids = torch.cat([prompt, row.ids[behind:]])
+        mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), row.mask[behind:]])
+        info = row.info | {"prompt_length": len(prompt)}
+        worker.store.put(row_id, Row(ids, mask, info, {}, row.loss_tokens))
+        lengths.append(len(ids))
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
+def retold(tokenizer: Any, info: dict[str, Any], form: str) -> list[int]:
+    """The tokens of a row's prompt in this form. Raises UserError where it asks for an answer that there is none of."""
+    if "{answer}" in form and info.get("answer") is None:
+        raise UserError(
+            f"the form {form!r} asks for a reference answer, and a prompt has none: give --answer-key"
+        )
+
+    def told(text: str) -> str:
+        parts = {"{prompt}": text, "{answer}": str(info.get("answer"))}
+        return re.sub(r"\{prompt\}|\{answer\}", lambda found: parts[found[0]], form)
+
+    messages = info.get("messages")
+    talks = Conversations(tokenizer, prompt_format="chat" if messages else "raw")
+    if not messages:
+        return talks.encode([told(info["prompt"])], rendered=False)[0]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    asked = messages[last] | {"content": told(str(messages[last]["content"]))}
+    texts = talks.render([[*messages[:last], asked, *messages[last + 1 :]]], lambda _: "a prompt")
+    return talks.encode(texts, rendered=True)[0]
+
+
+def adopt(worker: Worker, *, rows: Tensor, told: Tensor, column: str) -> None:
+    """Give rows the token column that their retold ones have."""
+    row_ids = rows.tolist()
+    worker.store.set_column(column, row_ids, worker.store.column(column, told.tolist()))
+
+
 def _tokenizer(worker: Worker, path: str) -> Any:
     known = worker.state.setdefault("reward_tokenizers", {})
     if path not in known:
@@ -58,4 +103,9 @@ def _tokenizer(worker: Worker, path: str) -> Any:
     return known[path]
 
 
-VERBS: dict[str, Callable[..., Any]] = {"rows.same_words": same_words, "rows.reword": reword}
+VERBS: dict[str, Callable[..., Any]] = {
+    "rows.same_words": same_words,
+    "rows.reword": reword,
+    "rows.retell": retell,
+    "rows.adopt": adopt,
+}

@@ -29,6 +29,7 @@ SURROGATES = {
     "GiGPO": {"surrogate"},
     "Lite PPO": {"surrogate"},
     "OPD-RL": {"surrogate"},
+    "RLSD": {"surrogate"},
     "GDPO": {"surrogate"},
 }
 
@@ -176,3 +177,19 @@ def test_turns_are_compared_beside_their_conversations(act):
         assert store[row].columns["advantage"].tolist() == pytest.approx(
             [twice] * store[row].loss_tokens, abs=1e-5
         )
+
+
+def test_the_policy_says_how_far_once_it_was_told_the_solution(act):
+    """Every token's advantage is its answer's, by up to a tenth more or less; told nothing new, it is the answer's."""
+    played = act("RLSD", minibatches=1, steps=1)
+    payload, store = updates(played)[0], played.stage.workers[0].store.rows
+    (plain,) = updates(act("grpo", minibatches=1, steps=1))
+    answers, moved = plain["samples"]["advantage"], 0.0
+    for row, answer in zip(payload["rows"], answers, strict=True):
+        columns = store[row].columns
+        weight = columns["advantage"] / answer
+        gain = (columns["logp_told"] - columns["logp_old"]).exp()
+        expected = 0.5 + 0.5 * (gain if answer > 0 else 1 / gain).clamp(0.8, 1.2)
+        assert weight.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        moved = max(moved, float((weight - 1).abs().max()))
+    assert 0.01 < moved <= 0.1 + 1e-6
