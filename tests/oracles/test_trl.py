@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdprl import coupled, losses, preference, surrogates, weights
-from fsdprl.heads import head_logp
+from fsdprl.heads import head_logp, head_top
 from tests.oracles.ragged import Ragged, reduced, same
 
 trl = pytest.importorskip("trl", reason="trl is not installed", exc_type=ImportError)
@@ -369,3 +369,32 @@ def test_grpo_losses(loss: str, level: str, delta: float | None, seed: int):
         return GRPOTrainer._compute_loss(them, None, batch)
 
     same(ours, theirs, rows.near(old), rows.mask)
+
+
+@SEEDS
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_gkd(beta: float, seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Over all words, through the chunked head: the divergence of each token, and the student's gradients."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    gkd = pytest.importorskip("trl.experimental.gkd", exc_type=ImportError)
+    draw = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    tokens, words, temperature = 13, 29, 0.7
+    hidden, weight = noise(tokens, 8).requires_grad_(), noise(words, 8).requires_grad_()
+    teacher, above = noise(tokens, 6), noise(words, 6)
+    heat, target = torch.full((tokens,), temperature, dtype=torch.float64), torch.zeros(tokens)
+    ids, logp_teacher = head_top(teacher, above, None, heat, words, chunk_tokens=5)
+    _, made = head_logp(hidden, weight, None, target.long(), heat, chunk_tokens=5, choices_SK=ids)
+    mine = losses.gkd_loss(made["logp_top"], logp_teacher, beta=beta)[0]
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(
+        (hidden @ weight.T)[None], (teacher @ above.T)[None], beta=beta, temperature=temperature, reduction="none"
+    )  # fmt: skip
+    torch.testing.assert_close(mine, theirs[0].sum(1), rtol=1e-9, atol=1e-11)
+    wrt = (hidden, weight)
+    for own, other in zip(
+        *(torch.autograd.grad(it.sum(), wrt) for it in (mine, theirs)), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-10)
