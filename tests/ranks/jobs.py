@@ -1,5 +1,6 @@
 """Start a script as a job of real processes, and see how it ends and that it leaves nothing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Job:
     def __init__(self, words: list[str], *, ranks: int = 0, stdin: str | None = None, **env: str):
         """words: the script and its arguments. ranks: 0 for plain python, else under torchrun."""
         self.marker = uuid.uuid4().hex
+        self.before = shared_memory()
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {
             "FSDPRL_TEST_JOB": self.marker,
@@ -52,6 +55,8 @@ class Job:
             while (left := self.processes()) and time.monotonic() < limit:
                 time.sleep(0.1)
             assert not left, f"left behind: {left}\n{err}"
+            left = unmapped(shared_memory() - self.before)
+            assert not left, f"left in shared memory: {left}\n{err}"
         finally:
             for pid in self.processes():
                 os.kill(pid, 9)
@@ -79,3 +84,19 @@ class Job:
                 return text
             time.sleep(0.05)
         raise AssertionError(f"{path.name} never came\n{self.end(5.0)}")
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob("*")}
+
+
+def unmapped(names: set[str]) -> set[str]:
+    """Those that no process has in its memory for two seconds: who made them is gone. Others are of other jobs."""
+    limit = time.monotonic() + 2
+    while (left := names & shared_memory()) and time.monotonic() < limit:
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                text = (folder / "maps").read_text() if folder.name.isdigit() else ""
+                names = {name for name in names if f"{SHARED_MEMORY}/{name}" not in text}
+        time.sleep(0.2)
+    return left

