@@ -1,4 +1,4 @@
-"""GKD: match a teacher's whole distribution at every token, on the student's own answers and on the data's.
+r"""GKD: match a teacher's whole distribution at every token, on the student's own answers and on the data's.
 
     torchrun --nproc-per-node 8 recipes/gkd.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B \
         --data gsm8k_train.jsonl --prompt-key question --completion-key answer
@@ -44,9 +44,7 @@ class Config:
     rewards: tuple[str, ...] = ()  # to evaluate by: built-in names, or module:function; may be none
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
-    beta: float = (
-        0.5  # 0: KL(teacher to student), 1: KL(student to teacher), between: Jensen-Shannon
-    )
+    beta: float = 0.5  # 0: KL(teacher to student), 1: KL(student to teacher), or between
     top_k: int = 64  # K, the teacher's likeliest words that are told apart
     lr: float = 1e-5  # peak learning rate
     schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
