@@ -133,7 +133,7 @@ ENGINE = [
 UPDATE = [
     mended(22, "gradient", r"step 1, update of policy, rows \d+.*gradient norm is nan.*no weight has changed.*"
            r"--run\.skip-nonfinite", "phase=optim_step,rank={last},step=1,kind=nan", within_s=10,
-           status={"phase": "update", "step": 1}, quick=True),
+           status={"phase": "update", "step": 1}, quick=True, ranks=(1, 2, 4)),
     mended(22, "loss", r"step 1, update of policy, rows \d+.*the loss is not finite.*no weight has changed",
            "phase=forward_backward,rank={last},step=1,kind=nan_loss", within_s=10, once="fsdprl: "),
     Row(22, "skipped", r"left out, further ones are counted",
