@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from fsdprl import ferry, run_hosts
+from fsdprl import rows as rows_module
 from fsdprl.controller import set_current
+from fsdprl.errors import UserError
 from fsdprl.ferry import Ferry
 from fsdprl.manifest import joined
 from fsdprl.safetensors_file import Tally
+from fsdprl.sample import Sample
 from fsdprl.worker import Worker
 from fsdprl.world import World
 
@@ -192,6 +195,21 @@ def test_pieces_are_taken_in_to_the_end(tmp_path: Path):
     with pytest.raises(OSError):
         ferry.store(left, lambda name: tmp_path / name, lambda: None)
     assert next(left, None) is None and (tmp_path / "b").read_bytes() == b"\3"
+
+
+def test_completions_that_cannot_be_written_end_the_run_in_words(tmp_path: Path):
+    (tmp_path / "completions").touch()  # a file is no folder
+    rows = torch.zeros(0, dtype=torch.int64)
+    worker = Worker(World())
+    write = rows_module.write_completions
+    sample = Sample(row=0, prompt="1+1", response="2")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(UserError, match=r"rank-00000\.jsonl: .*the same command again"),
+    ):
+        patch.setattr(rows_module, "samples_of", lambda *_: [sample])
+        worker.store = SimpleNamespace(rows=[SimpleNamespace(info={})])  # type: ignore[assignment]
+        write(worker, rows=rows, path=str(tmp_path / "completions"), step=0, samples={})
 
 
 # ---- the controller's side

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdprl import ferry
+from fsdprl.errors import UserError
 from fsdprl.exchange import exchange_rows
 from fsdprl.functions import FunctionRef, positional_names, resolve
 from fsdprl.mesh import cpu_group
@@ -241,7 +242,10 @@ def peek(worker: Worker, *, rows: Tensor) -> list[dict[str, Any]]:
 def write_completions(
     worker: Worker, *, rows: Tensor, path: str, step: int, samples: dict[str, Tensor]
 ) -> None:
-    """Append one JSON line a row to this rank's own shard of the completions folder."""
+    """Append one JSON line a row to this rank's own shard of the completions folder.
+
+    Raises UserError where the disk refuses: a resumed run cuts off what was half written.
+    """
     columns = {name: values.tolist() for name, values in samples.items()}
     lines = []
     for i, sample in enumerate(samples_of(worker, rows.tolist())):
@@ -260,7 +264,13 @@ def write_completions(
     # All at once: one look for what is secret, however many rows.
     text = redacted("".join(lines), prose=True)
     file = Path(path) / f"rank-{worker.world.rank:05d}.jsonl"
-    ferry.deliver(worker, file, text.encode(), append=True)
+    try:
+        ferry.deliver(worker, file, text.encode(), append=True)
+    except OSError as error:
+        raise UserError(
+            f"writing {file}: {error.strerror or error}. Free space (or mend the folder) and give the same command "
+            f"again: it continues from the last checkpoint"
+        ) from error
 
 
 VERBS: dict[str, Callable[..., Any]] = {
