@@ -103,7 +103,7 @@ def main(cfg: Config) -> None:
         # Sample G answers per prompt. Rows are group-major: a column [N] views as [P, G].
         batch = sampler.generate(train.at(step, P), n=G)
         batch["reward"] = rewards(batch)
-        run.log(rewards.metrics(batch))
+        run.log(rewards.metrics(batch, "grpo/score"))
         run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
         run.record(batch)
 

@@ -117,7 +117,7 @@ def main(cfg: Config) -> None:
                 exceed = batch["length"] - (cfg.max_new_tokens - cfg.overlong_buffer)
                 penalty = (exceed / cfg.overlong_buffer).clamp(0, 1)
                 batch["reward"] -= cfg.overlong_penalty * penalty
-            run.log(rewards.metrics(batch))
+            run.log(rewards.metrics(batch, "dapo/score"))
             run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
             run.record(batch)
             batch["advantage"] = rl.advantages.group_normalized(batch["reward"], batch["group"])

@@ -120,7 +120,7 @@ def main(cfg: Config) -> None:
         batch = sampler.rollout(env, train.at(step, P), n=G, turns=cfg.turns)
         batch["first"], batch["second"] = rewards(batch, turn=0), rewards(batch)
         batch["reward"] = batch["second"] + cfg.gain * (batch["second"] - batch["first"])
-        run.log(rewards.metrics(batch))
+        run.log(rewards.metrics(batch, "grpo/score"))
         run.log(batch.summary("reward", "length", "prompt_length", "truncated"))
         run.log(batch.summary("first", "second", "turns", "rewritten"))
         run.record(batch)

@@ -112,7 +112,7 @@ def main(cfg: Config) -> None:
         # Hold G conversations from each prompt. Rows are group-major: a column [N] views as [P, G].
         batch = sampler.rollout(env, train.at(step, P), n=G, turns=cfg.turns)
         batch["reward"] = rewards(batch)
-        run.log(rewards.metrics(batch))
+        run.log(rewards.metrics(batch, "grpo/score"))
         run.log(batch.summary("reward", "length", "prompt_length", "truncated", "out_of_turns"))
         run.log(batch.summary("turns", "tool_calls", "tool_errors", "rewritten"))
         run.record(batch)

@@ -21,6 +21,7 @@ SHOWN_AS = {
     "truncated": "response_length/truncated",
     "score": "critic/score",
     "rewards": "critic/rewards",
+    "tool_calls": "tool_call_num",
 }
 """Metric names where they differ from the column's."""
 

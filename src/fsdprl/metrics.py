@@ -19,6 +19,13 @@ ALSO = {
     "metric/entropy": "entropy/mean",
     "min/entropy": "entropy/min",
     "max/entropy": "entropy/max",
+    "metric/acc": "rewards/accuracies",
+    "metric/chosen_reward": "rewards/chosen",
+    "metric/reject_reward": "rewards/rejected",
+    "metric/margin": "rewards/margins",
+    "metric/chosen_logp": "logps/chosen",
+    "metric/reject_logp": "logps/rejected",
+    "metric/nll": "nll_loss",
 }
 """What TRL and ms-swift call numbers of an update, beside their own names here."""
 

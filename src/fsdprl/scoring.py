@@ -99,14 +99,15 @@ class Rewards:
             return Grades(batch["env_reward"], batch["env_failed"])
         return grade(batch, self.functions[name], self.options, name=name, turn=turn)
 
-    def metrics(self, batch: Batch) -> dict[str, float]:
+    def metrics(self, batch: Batch, score: str = "") -> dict[str, float]:
         """`{name}_rewards/mean` over the rows that each reward applies to, of those that scored this batch, which is
         `rewards/{name}/mean` as well, and `rewards/{name}/std`, unbiased; what rewards logged themselves (TRL's
         log_metric) when they last scored; what of the batch can teach nothing.
 
         reward: mean of the batch's reward. reward_std: mean of the groups' deviations. frac_reward_zero_std: share of
         answers in groups without any, groups of one among them. empty: share of answers without a token. And
-        `completions`.
+        `completions`. score: also mean, max and min of the batch's reward under this name; MindSpeed-RL's are
+        grpo/score and dapo/score.
         """
         scored = [name for name in self.weights if f"{name}_rewards" in batch]
         found: dict[str, float] = {}
@@ -118,6 +119,9 @@ class Rewards:
                 found[f"{name}_rewards/mean"] = found[f"rewards/{name}/mean"] = mean
                 found[f"rewards/{name}/std"] = std
         found |= self.logged
+        if score and len(batch):
+            hows = ("mean", "max", "min")
+            found |= {f"{score}/{how}": float(getattr(batch["reward"], how)()) for how in hows}
         if len(batch) and "reward" in batch and "group" in batch:
             std = group_std(batch["reward"], batch["group"])
             found |= {

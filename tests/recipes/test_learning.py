@@ -267,7 +267,7 @@ def test_the_calculator_is_used(tmp_path: Path):
     files["model"] = str(next((tmp_path / "sft" / "checkpoints").glob("step-*")))
     flags = SAMPLING | {"steps": 12, "lr": 5e-4, "max-new-tokens": 60, "rewards": "numeric"}
     metrics = run("grpo_tools", files, tmp_path / "run", **flags)
-    reward, calls = series(metrics, "reward/mean"), series(metrics, "tool_calls/mean")
+    reward, calls = series(metrics, "reward/mean"), series(metrics, "tool_call_num/mean")
     figures("calls of the calculator, then reward", calls, reward)
     assert calls[0] < 0.65 and reward[0] < 0.6, (reward, calls, shown[-1])
     assert sum(reward[-3:]) / 3 > 0.85 and sum(calls[-3:]) / 3 > 0.85, (reward, calls)

@@ -32,6 +32,10 @@ PAIRS = {
     "reject_logp",
     "nll",
 }
+TRL = {
+    "rewards/accuracies": "acc", "rewards/chosen": "chosen_reward", "rewards/rejected": "reject_reward",
+    "rewards/margins": "margin", "logps/chosen": "chosen_logp", "logps/rejected": "reject_logp", "nll_loss": "nll",
+}  # fmt: skip
 GROUPED = (
     "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dapo", "grpo_tools", "grpo_self_correct",
 )  # fmt: skip
@@ -81,7 +85,8 @@ def logged(name: str, files: dict[str, str], **fields: Any) -> dict[str, list[fl
 @pytest.mark.parametrize("name", GROUPED)
 def test_recipes_with_rewards_have_the_names_of_ms_swift(name: str, files: dict[str, str]):
     plain = logged(name, files, max_new_tokens=70).keys()
-    assert plain >= SWIFT
+    family = "dapo" if name == "dapo" else "grpo"
+    assert plain >= SWIFT | {f"{family}/score/{how}" for how in OVER}
     unasked = {"kl", "actor/entropy", *ENTROPY}
     assert plain & unasked == ({"kl"} if name == "reinforce_pp" else set())  # has one by default
     asked = names(name, tuple(files.items()))
@@ -97,7 +102,8 @@ def test_one_number_has_the_same_value_under_both_names(name: str, files: dict[s
     more |= {"ratio_high": 1.01} if name == "cispo" else {"clip_high": 0.005}
     played = logged(name, files, run=rl.RunOptions(log_entropy=True), minibatches=4, **more)
     same = {
-        "reward": "reward/mean", "rewards/begins/mean": "begins_rewards/mean", "entropy/mean": "actor/entropy",
+        "reward": "reward/mean", f"{'dapo' if name == 'dapo' else 'grpo'}/score/max": "reward/max",
+        "rewards/begins/mean": "begins_rewards/mean", "entropy/mean": "actor/entropy",
         "clip_ratio/region_mean": "actor/pg_clipfrac", "clip_ratio/low_mean": "actor/pg_clipfrac_low",
         "clip_ratio/high_mean": "actor/pg_clipfrac_high", "completions/mean_length": "response_length/mean",
         "completions/clipped_ratio": "response_length/truncated",
@@ -141,6 +147,9 @@ def test_dpo(files: dict[str, str]):
     found = names("dpo", tuple(files.items()))
     assert {f"actor/{name}" for name in PAIRS | {"lr", "grad_norm"}} <= found
     assert {f"val/{name}" for name in PAIRS} <= found
+    played = logged("dpo", files)
+    for theirs, ours in TRL.items():
+        assert played[theirs] == pytest.approx(played[f"actor/{ours}"]), theirs
 
 
 MEASURED = (
