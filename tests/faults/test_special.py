@@ -1,5 +1,6 @@
 """Rows of the matrix that need something beside the job: a judge, another user, a small disk, a broken tracker."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -84,7 +85,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
     """A real file system of a few megabytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    size = getattr(request, "param", "6m")
+    size = getattr(request, "param", "12m")
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode != 0:
@@ -116,13 +117,11 @@ def test_row_30_a_disk_that_is_full(ranks: int, tmp_path: Path, small_disk: Path
     job, began = trial.begin(out, ranks, steps=8)
     job.until(out / "checkpoints" / "step-000001" / "manifest.json")
     filler = small_disk / "filler"
-    with filler.open("wb") as file:
-        try:
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        except OSError:
-            pass
+    with filler.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while file.write(bytes(1 << 16)):
+                pass
+        file.truncate(file.tell() - (1 << 18))  # room for lines of metrics, not for a checkpoint
     ended = trial.end(job, began, out)
     said = ended.said
     assert ended.code in (1, 2), said
