@@ -55,7 +55,7 @@ class Job:
             while (left := self.processes()) and time.monotonic() < limit:
                 time.sleep(0.1)
             assert not left, f"left behind: {left}\n{err}"
-            left = unmapped(shared_memory() - self.before)
+            left = unmapped(shared_memory().keys() - self.before)
             assert not left, f"left in shared memory: {left}\n{err}"
         finally:
             for pid in self.processes():
@@ -86,17 +86,33 @@ class Job:
         raise AssertionError(f"{path.name} never came\n{self.end(5.0)}")
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("*")}
+def shared_memory() -> dict[str, int]:
+    """Names in shared memory -> their inodes."""
+    found = {}
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(OSError):
+            found[path.name] = path.stat().st_ino
+    return found
 
 
 def unmapped(names: set[str]) -> set[str]:
-    """Those that no process has in its memory for two seconds: who made them is gone. Others are of other jobs."""
+    """Those that no process has in its memory for two seconds: who made them is gone. Others are of other jobs.
+
+    A mapping is known by its inode: who makes a semaphore maps it under a passing name, which its maps go on showing.
+    """
     limit = time.monotonic() + 2
-    while (left := names & shared_memory()) and time.monotonic() < limit:
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                text = (folder / "maps").read_text() if folder.name.isdigit() else ""
-                names = {name for name in names if f"{SHARED_MEMORY}/{name}" not in text}
+    while (there := shared_memory().keys() & names) and time.monotonic() < limit:
+        inodes = mapped()
+        names = {name for name in there if shared_memory().get(name) not in inodes}
         time.sleep(0.2)
-    return left
+    return there
+
+
+def mapped() -> set[int]:
+    """Inodes of shared memory that a process has mapped."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            lines = (folder / "maps").read_text().splitlines() if folder.name.isdigit() else []
+            found |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    return found
