@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from run_job import Job, checkpoints, isolated, without_times
 
+import fsdprl.run
 from fsdprl.errors import Interrupted
 from fsdprl.plan import Plan
 from fsdprl.records import read_json
@@ -23,6 +24,16 @@ def _isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def train(out: Path, strike: Strike = lambda *_: None, *, steady: bool = True) -> Job:
     """The loop of a recipe whose small state moves before its model does; saves every 2 steps."""
     job = Job(out).open()
+
+    def between(name: str, *, rank: int, step: int) -> None:
+        strike(job, step, "between")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdprl.run, "reached", between)
+        return _train(job, strike, steady=steady)
+
+
+def _train(job: Job, strike: Strike, *, steady: bool) -> Job:
     job.model.steady = steady  # pyright: ignore[reportAttributeAccessIssue]
     job.run.track(policy=job.model, count=job.count)
     plan = Plan(rows=100, prompts_per_step=4, group_size=2, minibatches=2, steps=6)
@@ -62,6 +73,9 @@ def interrupt(at: int, where: str) -> Strike:
         (2, "update", True, 3),  # finished first
         (2, "rollout", False, 3),  # a model that sampling changes: finished first
         (5, "update", True, 6),  # the last step
+        (3, "between", True, 3),  # not begun: no small state may be of the step before
+        (4, "between", True, 4),
+        (3, "between", False, 4),  # finished first
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(

@@ -128,11 +128,12 @@ class Run:
         while self.step < plan.steps and not self.stopping:
             self._begin_step()
             yield self.step
-            self._end_step(plan)
+            leaving = self._end_step(plan)
             self.step += 1
-            if self.controller.leaving:
-                raise self.controller.leaving
+            if leaving:
+                raise leaving
         self.controller.step = self.step
+        self._settle(changed=False)
         self.saves.poll(wait=True)
         while self.saves.owed:  # no later step will try again
             self._save_now(self.step)
@@ -187,14 +188,21 @@ class Run:
     def _begin_step(self) -> None:
         self.controller.step = self.step
         reached("step", rank=0, step=self.step)
-        self.tracked.remember()
-        self.controller.changed = not self.tracked.steady
+        self._settle(changed=not self.tracked.steady)
         self.folder.set_status("running", phase="training", **self._progress(self.step))
         if self.profile and self.step == self.profile[0]:
             self.controller.call("profile_start", {}).wait()
 
-    def _end_step(self, plan: Plan) -> None:
-        self.controller.changed = True  # a signal waits until the step is written down
+    def _settle(self, *, changed: bool) -> None:
+        """Between two steps: from here on a signal saves the states of now, where it had to wait before."""
+        self.tracked.remember()
+        self.controller.changed = changed
+        if self.controller.leaving and not changed:
+            raise self.controller.leaving
+
+    def _end_step(self, plan: Plan) -> BaseException | None:
+        """Write the step down; returns what a signal left for the run to raise, which is then saved."""
+        self.controller.changed = True  # a signal waits until the next step's states are remembered
         if self.profile and self.step == self.profile[1]:
             out = str((self.path / "profile").resolve())
             self.controller.call("profile_stop", {"out": out}).wait()
@@ -206,11 +214,12 @@ class Run:
         self.controller.phases.note_peak()
         written = self._write_metrics(sync=begun)
         self.saves.record(written)
-        if self.controller.leaving and not due:  # it came while the step's line was written
+        leaving = self.controller.leaving
+        if leaving and not due:  # it came while the step's line was written
             self._save_now(done)
-        if self.controller.leaving:
+        if leaving:
             self.saves.poll(wait=True)
-        self.controller.changed = False
+        return leaving
 
     def _write_metrics(self, *, sync: bool) -> bool:
         """Close the step's metrics. False if they wait for room on the disk."""
