@@ -17,7 +17,8 @@ from fsdprl.tasks.addition import write_dataset
 ROOT = Path(__file__).resolve().parents[1]
 SFT_STEPS, GRPO_STEPS = 500, 25
 
-pytestmark = [pytest.mark.learn, pytest.mark.timeout(1500)]
+# Slow: a third of what all other tests take together. `just learn` runs it.
+pytestmark = [pytest.mark.learn, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def train(recipe: str, out: Path, **flags: object) -> list[dict[str, float]]:

@@ -48,6 +48,7 @@ def test_into_the_built_in_engine():
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_into_vllm():
     """On CPU vLLM keeps a packed copy of the head, which is made anew."""
     taken = peaks("vllm")
