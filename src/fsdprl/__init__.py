@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from fsdprl.prompts import LongPrompts as LongPrompts
     from fsdprl.prompts import Prompts as Prompts
     from fsdprl.prompts import prompt_sets as prompt_sets
+    from fsdprl.quantiles import quantile as quantile
     from fsdprl.resampling import GroupPool as GroupPool
     from fsdprl.run import Run as Run
     from fsdprl.sample import Sample as Sample
@@ -113,6 +114,7 @@ NAMES: dict[str, str] = {
     "LongPrompts": "prompts",
     "Prompts": "prompts",
     "prompt_sets": "prompts",
+    "quantile": "quantiles",
     "GroupPool": "resampling",
     "Run": "run",
     "Schedule": "schedules",

@@ -140,6 +140,15 @@ def magnified(
     return base * (1 - share + share * weight)
 
 
+def forking(base: Tensor, entropy: Tensor, *, threshold: float) -> Tensor:
+    """base where the policy was at least this uncertain (entropy in nats), 0 elsewhere: [S].
+
+    Wang et al. 2025 (arXiv 2506.01939): the fifth of the tokens at which answers fork carries what there is to learn.
+    """
+    check_shapes(base=base, entropy=entropy)
+    return torch.where(entropy >= threshold, base, torch.zeros_like(base))
+
+
 def discounted_returns(token_reward: Tensor, segment: Tensor, *, gamma: float = 1.0) -> Tensor:
     """sum over k >= 0 of gamma^k * reward at t + k, inside each row: [S]."""
     check_shapes(token_reward=token_reward, segment=segment)

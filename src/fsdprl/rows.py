@@ -86,6 +86,20 @@ def row_sum(worker: Worker, *, rows: Tensor, column: str) -> Tensor:
     )
 
 
+def digits(worker: Worker, *, rows: Tensor, column: str, found: int, shift: int) -> Tensor:
+    """How many values of a float32 token column go on from the bits `found`, which stand above the next 8, with each
+    of these: int64 [256]. The next 8 bits begin at `shift`; the bits are those of `sortable`."""
+    key = sortable(worker.store.column(column, rows.tolist()))
+    key = key[key >> (shift + 8) == found]
+    return torch.bincount(key >> shift & 0xFF, minlength=256)
+
+
+def sortable(values: Tensor) -> Tensor:
+    """The bits of float32 values, turned so that as whole numbers (0 to 2^32 - 1, int64) they are in the same order."""
+    bits = values.float().view(torch.int32).long() & 0xFFFFFFFF
+    return torch.where(bits >> 31 == 1, ~bits & 0xFFFFFFFF, bits | 1 << 31)
+
+
 def turns(worker: Worker, *, rows: Tensor) -> dict[str, Tensor]:
     """Of each row its number of `turns`, int64 [R]; of each turn back to back how many are `left` after it in its row
     and its anchor: a hash of the tokens between it and the turn before, 0 for the first one. int64 [turns]."""
@@ -277,6 +291,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "rows.apply": apply,
     "rows.reduce": reduce,
     "rows.row_sum": row_sum,
+    "rows.digits": digits,
     "rows.turns": turns,
     "rows.of_turns": of_turns,
     "rows.exchange": exchange,

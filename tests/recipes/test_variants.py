@@ -28,6 +28,7 @@ SURROGATES = {
     "CHORD": {"surrogate", "chord_loss"},
     "GiGPO": {"surrogate"},
     "Lite PPO": {"surrogate"},
+    "Forking tokens": {"surrogate"},
     "OPD-RL": {"surrogate"},
     "RLSD": {"surrogate"},
     "GDPO": {"surrogate"},
