@@ -38,6 +38,9 @@ class Config:
     max_prompt_length: int = 1024  # tokens
     long_prompts: rl.LongPrompts = "error"  # what becomes of longer ones above 1 % of data
     max_new_tokens: int = 1024  # most tokens of an answer
+    rollout_splits: int = (
+        1  # slices of max_new_tokens; unfinished answers may go on in the next step
+    )
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # dynamic sampling
@@ -81,6 +84,8 @@ def main(cfg: Config) -> None:
         raise rl.UserError(f"--filter-metric {metric}: not among --rewards {cfg.rewards}")
     if not 0 <= cfg.overlong_buffer < cfg.max_new_tokens:
         raise rl.UserError(f"--overlong-buffer must be below --max-new-tokens {cfg.max_new_tokens}")
+    if not 1 <= cfg.rollout_splits <= cfg.max_new_tokens:
+        raise rl.UserError(f"--rollout-splits {cfg.rollout_splits}: from 1 to --max-new-tokens")
     run = rl.Run(cfg.run)
     rewards = rl.Rewards(cfg.rewards, cfg.reward_weights, cfg.reward)
     train, held_out = rl.prompt_sets(cfg)
@@ -99,7 +104,8 @@ def main(cfg: Config) -> None:
     clips = rl.clips(cfg.clip_low, cfg.clip_high, cfg.dual_clip)
     loss = partial(rl.losses.clipped_surrogate, **clips)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
-    pool = rl.GroupPool(train, group_size=G, per_round=cfg.prompts_per_round or P)
+    size = cfg.prompts_per_round or P
+    pool = rl.GroupPool(train, group_size=G, per_round=size, splits=cfg.rollout_splits)
     run.track(policy=policy, pool=pool)
 
     often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
@@ -111,7 +117,9 @@ def main(cfg: Config) -> None:
 
         # Sample until P groups disagree about the metric. Every round's advantages are its own.
         for prompts in pool.rounds(P, cfg.max_rounds):
-            batch = sampler.generate(prompts, n=G)
+            batch = pool.generate(sampler, prompts)  # groups of which all answers are complete
+            if not len(batch):
+                continue
             batch["reward"] = rewards(batch)
             if cfg.overlong_buffer:
                 exceed = batch["length"] - (cfg.max_new_tokens - cfg.overlong_buffer)

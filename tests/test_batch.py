@@ -168,3 +168,16 @@ def test_lease_gone_means_rows_gone(monkeypatch: pytest.MonkeyPatch):
     gc.collect()
     Lease.flush()
     assert [len(w.store) for w in controller.workers] == [0, 1] and len(other) == 1
+
+
+def test_a_part_holds_only_the_rows_that_it_names(monkeypatch: pytest.MonkeyPatch):
+    controller = fake.install(monkeypatch, 1)
+    goes_on = controller.batch([2], [3], [0])
+    for _ in range(5):  # a row that stays, step after step, beside others that do not
+        new = controller.batch([2, 2], [3, 3], [0, 0])
+        goes_on = Batch.concat([goes_on, new])[:1]
+        del new
+    Lease.flush()
+    assert len(goes_on.leases) == 1 and list(controller.workers[0].store.rows) == [
+        int(goes_on.row_ids[0])
+    ]

@@ -26,9 +26,9 @@ class Prompts:
         return [SimpleNamespace(index=(cursor + i) % 10) for i in range(count)]
 
 
-def pool(per_round: int = 3) -> GroupPool:
+def pool(per_round: int = 3, splits: int = 1) -> GroupPool:
     prompts: Any = Prompts()
-    return GroupPool(prompts, group_size=G, per_round=per_round)
+    return GroupPool(prompts, group_size=G, per_round=per_round, splits=splits)
 
 
 @pytest.fixture
@@ -111,6 +111,8 @@ def test_settings_that_make_no_sense():
     prompts: Any = Prompts()
     with pytest.raises(UserError, match="--group-size 1"):
         GroupPool(prompts, group_size=1, per_round=3)
+    with pytest.raises(UserError, match="--rollout-splits 0"):
+        GroupPool(prompts, group_size=2, per_round=3, splits=0)
     for per_round in (-1, 11):
         with pytest.raises(UserError, match=f"--prompts-per-round {per_round}"):
             GroupPool(prompts, group_size=2, per_round=per_round)
@@ -155,6 +157,116 @@ def test_a_resumed_pool_has_the_same_rows(
     assert (
         last.cursor == 5 and last.carried is None and len(list((tmp_path / "later").iterdir())) == 1
     )
+
+
+# ---- partial rollouts
+
+
+class Slices:
+    """A sampler whose answers to prompt i take i % 4 slices and one; the second of a group takes one only."""
+
+    def __init__(self, controller: Any) -> None:
+        self.controller, self.asked, self.step = controller, [], 0
+
+    def slice(self, prompts: list[Any], begun: Batch | None = None, *, n: int, splits: int) -> Any:
+        assert n == G and splits == 4
+        self.asked.append([p.index for p in prompts])
+        parts = []
+        if begun is not None:
+            begun["slices"] += begun["unfinished"]
+            parts.append(begun)
+        if prompts:
+            new = sample(self.controller, prompts)
+            new["slices"] = torch.ones(len(new), dtype=torch.int64)
+            new["begun"] = torch.full_like(new["slices"], self.step)
+            parts.append(new)
+        batch = Batch.concat(parts)
+        takes = torch.where(torch.arange(len(batch)) % G == 0, batch["prompt"] % 4 + 1, 1)
+        batch["unfinished"] = batch["slices"] < takes
+        return batch
+
+
+def step(p: GroupPool, sampler: Any, want: int, most: int = 0) -> list[list[int]]:
+    """A step without a filter: the prompts of the groups that each round completed."""
+    found = []
+    for prompts in p.rounds(want, most):
+        batch = p.generate(sampler, prompts)
+        assert not batch["unfinished"].any()
+        found.append(batch["prompt"][::G].tolist())
+        p.add(batch)
+    return found
+
+
+def test_what_is_unfinished_goes_on_first_and_new_prompts_fill_up(controller: Any):
+    p, sampler = pool(4, splits=4), Slices(controller)
+    assert step(p, sampler, 3) == [[0], [1, 4]]  # four are under way in each round
+    assert sampler.asked == [[0, 1, 2, 3], [4]] and p.cursor == 5
+    assert p.take(3)["slices"].tolist() == [1, 1, 2, 1, 1, 1]
+    expected = {
+        "train/filtered_share": 0.0, "train/num_gen_batches": 2.0, "train/carried_groups": 0.0,
+        "partial/continued": 3.0, "partial/waiting": 2.0, "partial/age": 7 / 6,
+    }  # fmt: skip
+    assert p.metrics() == pytest.approx(expected)
+    assert step(p, sampler, 3) == [[2], [3, 5]]
+    assert sampler.asked[2:] == [[5, 6], [7]] and p.waiting is not None
+    assert p.waiting["prompt"].tolist() == [6, 6, 7, 7] and len(p.take(3)) == 3 * G
+    assert step(p, sampler, 3) == [[6, 8], [9, 0]]
+    p.take(2)
+    assert len(p) == 2
+    # Enough groups are at hand: what waits goes on all the same, and nothing new is begun.
+    assert step(p, sampler, 1) == [[7, 1]] and sampler.asked[-1] == []
+    assert p.metrics()["partial/waiting"] == 0 and len(p) == 4
+    assert step(p, sampler, 4) == []
+
+
+def test_what_waits_comes_to_its_end_before_a_step_is_short(controller: Any):
+    p, sampler = pool(3, splits=4), Slices(controller)
+    assert step(p, sampler, 9, most=2) == [[0], [1], [2, 4], [], [3, 5]]
+    assert sampler.asked == [[0, 1, 2], [3], [4], [5], []] and p.open_groups == 0
+    with pytest.raises(UserError, match="--max-rounds: only 6 of 9 groups"):
+        p.take(9)
+    endless = pool(10, splits=4)  # all prompts are under way at once, and none of them teaches
+    with pytest.raises(UserError, match=r"not one of 1[0-9] prompts, a whole pass over --data"):
+        for prompts in endless.rounds(1):
+            endless.generate(sampler, prompts)  # type: ignore[arg-type]
+    assert endless.turns >= 2 and endless.complete >= 10
+
+
+def test_no_answer_spans_more_steps_than_slices(controller: Any):
+    p, sampler = pool(5, splits=4), Slices(controller)
+    spans, takes = [], [1, 1, 7, 1, 1, 1, 2, 3, 1, 1, 1, 1]
+    for number, want in enumerate(takes):
+        sampler.step = number
+        for prompts in p.rounds(want):
+            batch = p.generate(sampler, prompts)  # type: ignore[arg-type]
+            assert p.open_groups <= 5
+            spans += (number - batch["begun"]).tolist()
+            p.add(batch)
+        p.take(want)
+    assert max(spans) == 3 and p.cursor > 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_resumed_pool_has_the_same_rows_waiting(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, controller: Any, ranks: int
+):
+    controller.verbs = {**rows.VERBS, **row_files.VERBS}
+    p = pool(4, splits=4)
+    step(p, Slices(controller), 2)
+    p.take(1)
+    assert p.waiting is not None and p.carried is not None
+    p.save(tmp_path)
+    expected = [dump(p.carried, controller), dump(p.waiting, controller)]
+    later = fake.install(monkeypatch, ranks)
+    later.verbs = {**rows.VERBS, **row_files.VERBS}
+    Lease(torch.zeros(7, dtype=torch.int64))  # ids of the new process stand elsewhere
+    resumed = pool(4, splits=4)
+    resumed.load(tmp_path)
+    assert resumed.carried is not None and resumed.waiting is not None
+    assert [dump(resumed.carried, later), dump(resumed.waiting, later)] == expected
+    assert resumed.waiting["unfinished"].dtype == torch.bool and resumed.cursor == p.cursor
+    goes_on = [step(each, Slices(c), 3) for each, c in ((p, controller), (resumed, later))]
+    assert goes_on[0] == goes_on[1]
 
 
 def doubled(logp_sampler):

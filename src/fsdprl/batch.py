@@ -45,6 +45,10 @@ class Lease:
     def row_ids(self) -> Tensor:
         return torch.arange(self.start, self.stop)
 
+    def of(self, row_ids: Tensor) -> Tensor:
+        """Which of these ids it leases, bool [N]."""
+        return (row_ids >= self.start) & (row_ids < self.stop)
+
     @classmethod
     def flush(cls) -> None:
         """Tell every rank to forget the rows that no Batch names any more."""
@@ -139,7 +143,10 @@ class Batch:
                 f"a mask over this batch has shape ({len(self)},), not {tuple(index.shape)}"
             )
         columns = {name: values[index] for name, values in self.columns.items()}
-        return Batch(self.row_ids[index], self.leases, columns, self.token_columns)
+        row_ids = self.row_ids[index]
+        # Only those of its own rows: what goes on from step to step would keep all rows there ever were alive.
+        leases = [lease for lease in self.leases if bool(lease.of(row_ids).any())]
+        return Batch(row_ids, leases, columns, self.token_columns)
 
     def __setitem__(self, name: str, values: Tensor | float) -> None:
         """Set a sample column from a tensor [N], or one number for all rows."""
@@ -167,7 +174,7 @@ class Batch:
         """Rank of each row, int64 [N]."""
         ranks = torch.full((len(self),), -1, dtype=torch.int64)
         for lease in self.leases:
-            here = (self.row_ids >= lease.start) & (self.row_ids < lease.stop)
+            here = lease.of(self.row_ids)
             ranks[here] = lease.ranks[self.row_ids[here] - lease.start]
         return ranks
 
@@ -230,7 +237,7 @@ class Batch:
         ]
         controller.call("rows.exchange", payload, phase="rebalance").wait()
         for lease in self.leases:
-            here = (self.row_ids >= lease.start) & (self.row_ids < lease.stop)
+            here = lease.of(self.row_ids)
             lease.ranks[self.row_ids[here] - lease.start] = after[here]
 
     def minibatches(

@@ -25,6 +25,7 @@ from fsdprl.env_calls import Answer, EnvCalls, Partner
 from fsdprl.errors import UserError
 from fsdprl.functions import FunctionRef, resolve
 from fsdprl.options import TurnOptions
+from fsdprl.rollout import sampling_of
 from fsdprl.store import Row
 from fsdprl.worker import Worker
 
@@ -225,15 +226,8 @@ def rollout(
     env: the environment by name. turns: TurnOptions. tools: JSON schemas that the prompts were rendered with.
     Returns sample columns [prompts * n], (row, cause) of lost conversations, and the engine's statistics.
     """
-    if worker.engine.version != version:
-        raise ValueError(
-            f"the engine holds weights of version {worker.engine.version}, not {version}: pull first"
-        )
+    wanted = sampling_of(worker, sampling, version)
     options = TurnOptions(**turns)
-    settings = sampling | {
-        "max_new_tokens": int(sampling["max_new_tokens"]),
-        "stop": tuple(sampling["stop"]),
-    }
     function = resolve(FunctionRef(**env))
     prompts = [part.tolist() for part in ids.split(lengths.tolist())] if len(lengths) else []
     talks = []
@@ -253,9 +247,9 @@ def rollout(
             Talk(seen.row, prompt, info, seed, Partner(function), seen, said, info["prompt"])
         )
     known = Turns(worker.state["tokenizer"], tools=tools, history=options.history)
-    Rollout(worker, talks, Sampling(**settings), options, known).run()
+    Rollout(worker, talks, wanted, options, known).run()
     for talk in talks:
-        worker.store.put(talk.row, row_of(talk, settings["max_new_tokens"]))
+        worker.store.put(talk.row, row_of(talk, wanted.max_new_tokens))
     return columns_of(talks) | {
         "stats": {name: float(value) for name, value in worker.engine.stats().items()}
     }

@@ -3,12 +3,16 @@
 Yu et al. 2025 (DAPO), section 3.2: groups whose answers are all right or all wrong have no advantage, so more
 prompts are sampled in their place. What a step does not use is carried over to the next one, with its token
 columns, and saved with the run.
+
+Partial rollout (Kimi k1.5, 2025, section 2.6; MindSpeed-RL's partial_rollout_max_split): a round samples one slice of
+each answer, so that a step need not wait for the longest ones. Groups with unfinished answers go on in the next round,
+which the next step's weights draw once a step has enough complete groups.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -17,15 +21,18 @@ from fsdprl.controller import current
 from fsdprl.data.prompt import Prompt
 from fsdprl.errors import UserError
 from fsdprl.prompts import Prompts
+from fsdprl.sampler import Sampler
 
 TABLE = "rows.json"
+WAITING = "waiting"
+"""Of the table, and the folder of its rows."""
 
 
 class GroupPool:
     """Where the data stands, and groups kept but not yet trained on. Track it with the run.
 
         for prompts in pool.rounds(P):
-            batch = sampler.generate(prompts, n=G)
+            batch = pool.generate(sampler, prompts)
             ...
             pool.add(batch[teaches])
         policy.logprobs(pool.fresh(), out="logp_old")
@@ -34,8 +41,13 @@ class GroupPool:
     Rows are added in whole groups, G after G; `take` gives the oldest first.
     """
 
-    def __init__(self, prompts: Prompts, *, group_size: int, per_round: int) -> None:
-        """per_round: prompts of one round of sampling. Raises UserError where that makes no sense."""
+    def __init__(
+        self, prompts: Prompts, *, group_size: int, per_round: int, splits: int = 1
+    ) -> None:
+        """per_round: groups of one round of sampling. splits: slices of an answer, one a round; 1 does not slice.
+
+        Raises UserError where that makes no sense.
+        """
         if group_size < 2:
             raise UserError(f"--group-size {group_size}: one answer cannot differ from another")
         if not 0 < per_round <= len(prompts):
@@ -43,36 +55,75 @@ class GroupPool:
                 f"--prompts-per-round {per_round}: must be at least 1 and at most the {len(prompts)} "
                 f"rows of --data"
             )
+        if splits < 1:
+            raise UserError(f"--rollout-splits {splits}: an answer has at least one slice")
         self.prompts, self.group_size, self.per_round = prompts, group_size, per_round
+        self.splits = splits
         self.cursor = 0
         """Prompts sampled from so far."""
         self.carried: Batch | None = None
         self.new: list[Batch] = []
-        self.sampled, self.added = 0, 0
-        """Groups of this step: sampled, and kept."""
+        self.waiting: Batch | None = None
+        """Groups with unfinished answers, the oldest first."""
+        self.turns, self.complete, self.added, self.continued = 0, 0, 0, 0
+        """Of this step: rounds, groups completed, groups kept, and rows that went on."""
+        self.age = 0.0
+        """Mean slices of this step's rows; 0 for none."""
 
     def __len__(self) -> int:
         """Groups at hand."""
         rows = sum(len(batch) for batch in (self.carried, *self.new) if batch is not None)
         return rows // self.group_size
 
+    @property
+    def open_groups(self) -> int:
+        """Groups with unfinished answers."""
+        return len(self.waiting) // self.group_size if self.waiting else 0
+
     def rounds(self, want: int, most: int = 0) -> Iterator[list[Prompt]]:
         """Prompts of one round after the other, until `want` groups are at hand or after `most` rounds.
 
+        A round has per_round groups under way: those that wait go on, and new prompts fill the places that they
+        leave. A step begins with what waits even if it has enough groups, then without new prompts: so an answer
+        that was begun in one step is complete `splits` - 1 steps later. `most` counts rounds by their new prompts;
+        when these are used up, what waits goes on until nothing does.
+
         most: 0 goes on as long as it takes. Raises UserError if a whole pass over the data then adds no group.
         """
-        self.sampled = self.added = idle = 0
-        while len(self) < want and (not most or self.sampled < most * self.per_round):
-            had = len(self)
-            yield self.prompts.take(self.cursor, self.per_round)
-            self.cursor += self.per_round
-            self.sampled += self.per_round
-            idle = 0 if len(self) > had else idle + self.per_round
+        self.turns = self.complete = self.added = self.continued = drawn = idle = 0
+        self.age = 0.0
+        while len(self) < want or (self.waiting and not self.turns):
+            had, under_way = len(self), self.open_groups
+            new = self.per_round - under_way if had < want else 0
+            if most:
+                new = min(new, most * self.per_round - drawn)
+            if new <= 0 and not under_way:
+                return
+            prompts = self.prompts.take(self.cursor, max(new, 0))
+            yield prompts
+            self.cursor += len(prompts)
+            drawn += len(prompts)
+            self.turns += 1
+            done = under_way + len(prompts) - self.open_groups
+            self.complete += done
+            idle = 0 if len(self) > had else idle + done
             if not most and idle >= len(self.prompts):
                 raise UserError(
                     f"dynamic sampling: not one of {idle} prompts, a whole pass over --data, gave a group "
                     f"that teaches: it is all too easy or too hard, or --filter-metric does not fit"
                 )
+
+    def generate(self, sampler: Sampler, prompts: Sequence[Prompt]) -> Batch:
+        """Sample a round: the groups that it completes. The others wait."""
+        if self.splits == 1:
+            return sampler.generate(prompts, n=self.group_size)
+        if self.waiting:
+            self.continued += int(self.waiting["unfinished"].sum())
+        batch = sampler.slice(prompts, self.waiting, n=self.group_size, splits=self.splits)
+        waits = batch["unfinished"].view(-1, self.group_size).any(1)
+        waits = waits.repeat_interleave(self.group_size)
+        self.waiting = batch[waits] if bool(waits.any()) else None
+        return batch[~waits]
 
     def add(self, batch: Batch) -> None:
         """Keep these rows, whole groups."""
@@ -103,33 +154,54 @@ class GroupPool:
         batch, rows = Batch.concat(parts), count * self.group_size
         if len(batch) > rows:
             self.carried = batch[rows:]
-        return batch[:rows]
+        batch = batch[:rows]
+        if "slices" in batch:
+            self.age = float(batch["slices"].double().mean())
+        return batch
 
     def metrics(self) -> dict[str, float]:
-        """Rounds of this step, the share of its sampled groups that were left out, and what is carried over."""
-        share = {"train/filtered_share": 1 - self.added / self.sampled} if self.sampled else {}
-        return share | {
-            "train/num_gen_batches": self.sampled / self.per_round,
+        """Rounds of this step, the share of its complete groups that were left out, and what is carried over; of
+        partial rollouts also rows that went on, groups that wait, and slices of a row trained on."""
+        found = {"train/filtered_share": 1 - self.added / self.complete} if self.complete else {}
+        found |= {
+            "train/num_gen_batches": float(self.turns),
             "train/carried_groups": float(len(self)),
         }
+        if self.splits > 1:
+            found |= {
+                "partial/continued": float(self.continued),
+                "partial/waiting": float(self.open_groups),
+            }
+            found |= {"partial/age": self.age} if self.age else {}
+        return found
 
     def save(self, folder: Path) -> None:
-        """Write the cursor, and the carried rows as each rank holds them."""
-        table = {"cursor": self.cursor} | (table_of(self.carried) if self.carried else {})
-        (folder / TABLE).write_text(json.dumps(table))
+        """Write the cursor, and the rows that are carried over and that wait, as each rank holds them."""
+        table: dict[str, Any] = {"cursor": self.cursor}
         if self.carried is not None:
-            positions = self.carried.by_rank()
-            payload = [
-                {"rows": self.carried.row_ids[where], "names": where, "folder": str(folder)}
-                for where in positions
-            ]
-            current().call("rows.save", payload, phase="save").wait()
+            table |= table_of(self.carried)
+            save_rows(self.carried, folder)
+        if self.waiting is not None:
+            table[WAITING] = table_of(self.waiting)
+            save_rows(self.waiting, folder / WAITING)
+        (folder / TABLE).write_text(json.dumps(table))
 
     def load(self, folder: Path) -> None:
         """Restore what save wrote, on any number of ranks."""
         table = json.loads((folder / TABLE).read_text())
         self.cursor, self.new = table["cursor"], []
         self.carried = batch_of(table, folder) if "ranks" in table else None
+        waiting = table.get(WAITING)
+        self.waiting = batch_of(waiting, folder / WAITING) if waiting else None
+
+
+def save_rows(batch: Batch, folder: Path) -> None:
+    """Have each rank write its rows of a batch, named by their places in it."""
+    payload = [
+        {"rows": batch.row_ids[where], "names": where, "folder": str(folder)}
+        for where in batch.by_rank()
+    ]
+    current().call("rows.save", payload, phase="save").wait()
 
 
 def no_rows() -> Batch:

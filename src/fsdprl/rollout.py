@@ -86,6 +86,16 @@ def pull(worker: Worker, *, model: str, version: int) -> None:
             )
 
 
+def sampling_of(worker: Worker, sampling: dict, version: int) -> Sampling:
+    """Settings as they travel, for the engine. Raises ValueError where it holds other weights than `version`."""
+    if worker.engine.version != version:
+        raise ValueError(
+            f"the engine holds weights of version {worker.engine.version}, not {version}: pull first"
+        )
+    most, stop = int(sampling["max_new_tokens"]), tuple(sampling["stop"])
+    return Sampling(**(sampling | {"max_new_tokens": most, "stop": stop}))
+
+
 def generate(
     worker: Worker,
     *,
@@ -104,18 +114,11 @@ def generate(
     seeds: [prompts * n].
     Returns sample columns [prompts * n] and the engine's statistics.
     """
-    if worker.engine.version != version:
-        raise ValueError(
-            f"the engine holds weights of version {worker.engine.version}, not {version}: pull first"
-        )
+    wanted = sampling_of(worker, sampling, version)
     prompts = list(ids.split(lengths.tolist())) if len(lengths) else []
     tokens = [prompt.tolist() for prompt in prompts]
     requests = [Request(tokens[i // n], int(seed)) for i, seed in enumerate(seeds.tolist())]
-    settings = sampling | {
-        "max_new_tokens": int(sampling["max_new_tokens"]),
-        "stop": tuple(sampling["stop"]),
-    }
-    completions = worker.engine.generate(requests, Sampling(**settings), worker.progress)
+    completions = worker.engine.generate(requests, wanted, worker.progress)
     asked, said = lengths.tolist(), [len(completion.ids) for completion in completions]
     for i, (completion, row_ids) in enumerate(
         zip(completions, _joined(prompts, completions, n), strict=True)
@@ -123,7 +126,7 @@ def generate(
         info = infos[i // n] | {
             "prompt_length": asked[i // n],
             "truncated": completion.finish == "length",
-            "max_new_tokens": settings["max_new_tokens"],
+            "max_new_tokens": wanted.max_new_tokens,
         }
         mask = torch.arange(len(row_ids)) >= asked[i // n]
         row = Row(row_ids, mask, info, {"logp_sampler": completion.logp}, said[i])

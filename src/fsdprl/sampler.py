@@ -138,6 +138,57 @@ class Sampler:
         }
         return self._batch(lease, prompts, lengths, n, settings, phase, columns)
 
+    def slice(
+        self, prompts: Sequence[Prompt], begun: Batch | None = None, *, n: int, splits: int
+    ) -> Batch:
+        """The next slice of the answers in `begun`, if there are any, then the first of n new ones to each prompt.
+
+        A slice ends where the answer does, and otherwise where the next of `splits` even parts of max_new_tokens does.
+        Each is drawn with the weights pulled last, and logp_sampler has theirs. Columns beside those of `generate`:
+        `unfinished`, and `slices`, how many the answer has had. Rows of `begun` that are finished stay as they are;
+        group counts the prompts of the batch returned, whose rows must come in whole groups.
+
+        Raises UserError for stop strings, which the end of a slice could cut in two.
+        """
+        settings, world = self.sampling, current().world_size
+        if settings["stop"]:
+            raise UserError(
+                "stop strings and answers in slices do not go together: one could be cut in two"
+            )
+        lease, lengths, payload = self._placed(prompts, n, "rollout", settings)
+        none = torch.zeros(0, dtype=torch.int64)
+        where = begun.by_rank(begun["unfinished"]) if begun else [none] * world
+        for part, places in zip(payload, where, strict=True):
+            part |= {"begun": begun.row_ids[places] if begun else none, "splits": splits}
+        replies = self._asked("engine.slice", payload, "rollout")
+        sizes = [len(part["seeds"]) for part in payload]
+        told = {
+            name: [
+                reply[name].tensor_split([size]) for reply, size in zip(replies, sizes, strict=True)
+            ]
+            for name in ("length", "truncated", "unfinished")
+        }
+        fresh = {name: torch.cat([new for new, _ in parts]) for name, parts in told.items()}
+        fresh |= {"loss_tokens": fresh["length"], "slices": torch.ones_like(fresh["length"])}
+        batch = self._batch(lease, prompts, lengths, n, settings, "rollout", fresh)
+        if begun:
+            later = {name: torch.cat([old for _, old in parts]) for name, parts in told.items()}
+            batch = Batch.concat([self._longer(begun, torch.cat(where), later), batch])
+        batch["group"] = torch.arange(len(batch) // n).repeat_interleave(n)
+        return batch
+
+    def _longer(self, begun: Batch, places: Tensor, told: dict[str, Tensor]) -> Batch:
+        """A batch of which the ranks told new numbers for the rows at these places."""
+        before, longer = begun["length"], begun[:]
+        for name, values in told.items():
+            longer[name] = begun[name].index_copy(0, places, values)
+        longer["slices"] = begun["slices"].index_add(0, places, torch.ones_like(places))
+        longer["loss_tokens"] = longer["length"]
+        longer["tokens"] = longer["prompt_length"] + longer["length"]
+        longer["cost"] = self._costs(longer["tokens"])
+        current().timeline.count("tokens", float((longer["length"] - before).sum()))
+        return longer
+
     def rollout(
         self,
         env: Callable[..., Any],
@@ -250,9 +301,6 @@ class Sampler:
         count = len(prompts)
         prompt_length = lengths.repeat_interleave(n)
         tokens = prompt_length + columns["length"]
-        config = self.policy.config
-        hidden, layers = config.get("hidden_size", 1), config.get("num_hidden_layers", 1)
-        cost = [attention_cost(t, hidden, layers) for t in tokens.tolist()]
         indices = torch.tensor([p.index for p in prompts], dtype=torch.int64)
         temperature = settings["temperature"] or 1.0
         if phase == "rollout":
@@ -267,10 +315,17 @@ class Sampler:
                 "prompt": indices.repeat_interleave(n),
                 "temperature": torch.full((count * n,), temperature, dtype=torch.float64),
                 "version": torch.full((count * n,), self.version),
-                "cost": torch.tensor(cost, dtype=torch.float64),
+                "cost": self._costs(tokens),
             },
             ["logp_sampler"],
         )
+
+    def _costs(self, tokens: Tensor) -> Tensor:
+        """What rows of these lengths cost to train, float64 [N]."""
+        config = self.policy.config
+        hidden, layers = config.get("hidden_size", 1), config.get("num_hidden_layers", 1)
+        cost = [attention_cost(t, hidden, layers) for t in tokens.tolist()]
+        return torch.tensor(cost, dtype=torch.float64)
 
     def seeds(self, prompts: Sequence[Prompt], n: int, phase: str) -> Tensor:
         """Seeds [P * n], a pure function of (run seed, step, call of this phase in the step, prompt, sample)."""

@@ -17,6 +17,7 @@ from fsdprl import (
     rollout,
     row_files,
     rows,
+    slicing,
     worker,
     writing,
 )
@@ -36,6 +37,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     **blending.VERBS,
     **rollout.VERBS,
     **conversing.VERBS,
+    **slicing.VERBS,
     **feeding.VERBS,
     **moving.VERBS,
     **profiling.VERBS,

@@ -34,6 +34,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "teacher_model": ("teacher",),
     "teacher_model_name_or_path": ("teacher",),
     "gkd_logits_topk": ("top_k",),
+    "partial_rollout_max_split": ("rollout_splits",),
     "metric_for_best_model": ("keep_best",),
     "epsilon": ("clip_low", "clip_high"),
     "epsilon_low": ("clip_low",),

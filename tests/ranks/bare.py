@@ -3,7 +3,7 @@
 import sys
 import types
 
-NAMES = "blending conversing feeding ferry learn moving profiling rewording rollout row_files rows writing"
+NAMES = "blending conversing feeding ferry learn moving profiling rewording rollout row_files rows slicing writing"
 
 for _name in NAMES.split():
     _module = types.ModuleType(f"fsdprl.{_name}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fsdprl
 from fsdprl import controller as controller_module
-from fsdprl import conversing, feeding, learn, prompts, rewording, rollout, row_files, rows
+from fsdprl import conversing, feeding, learn, prompts, rewording, rollout, row_files, rows, slicing
 from fsdprl.config import Flags
 from fsdprl.data import chat, example_rows, preference_rows
 from fsdprl.data.feed import Course, Source
@@ -95,6 +95,7 @@ class Engine:
     """Letters and digits drawn from each answer's own seed and the temperature; some reach the limit."""
 
     version = -1
+    max_model_len = 1000
 
     def generate(self, requests: Any, sampling: Any, progress: Any) -> list[Completion]:
         made = []
@@ -158,6 +159,7 @@ class Stage(fake.FakeController):
             "engine.build": self.build_engine,
             "engine.generate": rollout.generate,
             "engine.rollout": conversing.rollout,
+            "engine.slice": slicing.generate_slice,
         }
         for worker in self.workers:
             worker.models, worker.grader, worker.device = {}, None, torch.device("cpu")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fsdprl.batch import Lease
 from tests.recipes.stage import Played, play
 from tests.recipes.test_flags import GRADE, base, files
 
@@ -102,6 +103,58 @@ def test_dapo_penalises_length_linearly_over_the_buffer(act):
     assert plain.values("reward/min")[0] == 0.0 and penalised.values("reward/min")[0] == -2.0
     assert plain.values("begins_rewards/mean") == penalised.values("begins_rewards/mean")
     assert "--overlong-buffer" in act("dapo", overlong_buffer=8, max_new_tokens=8).error
+
+
+SLICED = {"rollout_splits": 4, "prompts_per_round": 8, "max_rounds": 0, "steps": 5}
+
+
+def test_dapo_grades_and_trains_on_complete_answers_only(act, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Lease, "flush", lambda: None)  # rows that are gone stay to be looked at
+    played = act("dapo", **SLICED)
+    assert not played.error and not verbs(played, "engine.generate")
+    rows = played.stage.workers[0].store.rows
+    calls = [
+        (verb, each[0]) for verb, each in played.calls if verb in ("engine.slice", "rows.grade")
+    ]
+    ends: dict[int, int] = {}
+    for number, (verb, payload) in enumerate(calls):
+        if verb == "engine.slice":
+            new = [row + i for row in payload["first_row"] for i in range(payload["n"])]
+            assert not set(payload["begun"]) & set(new)
+            ends |= dict.fromkeys([*new, *payload["begun"]], number)
+    for number, (verb, payload) in enumerate(calls):  # a row that was graded never goes on
+        assert verb == "engine.slice" or all(ends[row] < number for row in payload["rows"])
+    trained = [payload["rows"] for (payload,) in updates(played)]
+    assert all(len(part) == 12 for part in trained) and len(trained) == 10
+    learnt = [rows[row] for part in trained for row in part]
+    assert all(len(row.columns["logp_old"]) == row.loss_tokens for row in learnt)
+    lengths = {row.loss_tokens for row in learnt}
+    assert len(lengths) > 4 and max(lengths) == 8
+    assert max(played.values("partial/age")) > 1.2 and max(played.values("partial/waiting")) > 0
+    assert sum(played.values("partial/continued")) == sum(
+        len(payload["begun"]) for verb, payload in calls if verb == "engine.slice"
+    )
+    # What is counted is what was newly sampled, and each prompt once for each of its answers.
+    assert played.stage.timeline.drain()[1]["tokens"] == sum(len(row.ids) for row in rows.values())
+
+
+def test_dapo_in_slices_is_the_same_on_any_number_of_ranks(act):
+    once, three = act("dapo", **SLICED), act("dapo", ranks=3, **SLICED)
+    assert three.weights == pytest.approx(once.weights, rel=1e-6) and len(once.logged) > 100
+    for (_, metric, value), (_, name, expected) in zip(three.logged, once.logged, strict=True):
+        assert metric == name and value == pytest.approx(expected, rel=1e-4, abs=1e-6), metric
+    held = max(len(worker.store.rows) for worker in three.stage.workers)
+    assert held <= 3 * 8 * 4  # rows of steps long past are forgotten
+
+
+def test_dapo_in_slices_ends_as_told_when_rounds_run_out(act):
+    short = {"rollout_splits": 4, "max_rounds": 1, "prompts_per_round": 3}
+    fewer = act("dapo", when_short="train", **short)
+    assert not fewer.error and fewer.values("partial/waiting") == [0.0, 0.0]
+    assert all(0 < len(p[0]["rows"]) < 6 * 4 / 2 for p in updates(fewer))
+    assert "groups differ in --filter-metric" in act("dapo", when_short="error", **short).error
+    assert "--rollout-splits 9" in act("dapo", rollout_splits=9).error
+    assert "--rollout-splits 0" in act("dapo", rollout_splits=0).error
 
 
 def test_dapo_wants_a_metric_that_is_a_reward_and_groups_that_can_differ(act):

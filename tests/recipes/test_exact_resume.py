@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdprl.comparing import metric_differences, run_differences
 from fsdprl.records import read_json, read_lines
+from tests import tiny
 from tests.ranks.jobs import Job
 from tests.recipes.processes import RECIPES, start, task, words
 from tests.warm import WarmJob
@@ -144,6 +145,23 @@ def test_a_disturbed_run_is_the_undisturbed_one(files, tmp_path, name, ranks, nu
     if name == "dapo":
         assert read_json(last / "pool" / "rows.json")["cursor"] > STEPS * 8
         assert list((last / "pool").glob("rank-*.rows")), os.listdir(last / "pool")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_unfinished_answers_are_saved_and_go_on(files, tmp_path, ranks):
+    """Groups wait in every checkpoint that the run goes on from."""
+    files = files | {"model": str(tiny.checkpoint("qwen3"))}  # answers of any length
+    flags = {"rollout-splits": 3, "prompts-per-round": 12, "max-new-tokens": 36}
+    out = disturbed("dapo", files, tmp_path, ranks=ranks, **flags)
+    steps = read_lines(out / "metrics.jsonl")
+    waiting = [row["partial/waiting"] for row in steps if "partial/waiting" in row]
+    resumed = [event["step"] for event in read_json(out / "config.json")["resumed"]]
+    assert len(waiting) == STEPS and all(waiting[step - 1] > 0 for step in resumed)
+    last = out / "checkpoints" / "latest" / "pool"
+    table = read_json(last / "rows.json")
+    assert len(table["waiting"]["ranks"]) == 4 * waiting[-1] > 0
+    assert list((last / "waiting").glob("rank-*.rows"))
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dapo": {
         "filter_metric": f"{GRADE}letters", "pass_low": 0.6, "pass_high": 0.4, "prompts_per_round": 3,
         "max_rounds": 1, "when_short": ("error", {"max_rounds": 1}), "overlong_filter": True, "overlong_buffer": 3,
-        "overlong_penalty": (0.5, {"overlong_buffer": 3}),
+        "overlong_penalty": (0.5, {"overlong_buffer": 3}), "rollout_splits": 2,
     },
     "ppo": {
         "critic_lr": 0.1, "critic_schedule": "linear", "critic_warmup_steps": 4, "critic_only_steps": 2,

@@ -131,6 +131,8 @@ class Engine(Protocol):
 
     version: int
     """Version of the weights it holds; -1 for none."""
+    max_model_len: int
+    """Most tokens of a prompt with its answer."""
     divisible: frozenset[str]
     """Weights that may come in parts (`stream.Part`) where they are larger than a bucket."""
 
