@@ -41,3 +41,28 @@ def test_what_is_missing_is_named(config, tmp_path, field, value, said):
     with pytest.raises(UserError) as caught:
         check_inputs(config | {field: paths if isinstance(value, tuple) else paths[0]})
     assert str(caught.value).startswith(said.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b'{"prompt": "a"}\n\n{"prompt": "b\n', ":3: not valid JSON at column 12"),
+        (b'{"prompt": "a"}\r\n{"prompt": "\xff"}\r\n', ":2: not valid UTF-8 at byte 13"),
+        (b'\xef\xbb\xbf{"prompt": "a"}\n["b"]\n', ":2: a list, but every line must be an object"),
+    ],
+)
+def test_a_broken_line_is_named(config, tmp_path: Path, text: bytes, said: str):
+    (tmp_path / "broken.jsonl").write_bytes(text)
+    for field in ("data", "eval_data"):
+        with pytest.raises(UserError) as caught:
+            check_inputs(config | {field: f"{tmp_path}/broken.jsonl"})
+        assert str(caught.value).startswith(f"{tmp_path}/broken.jsonl{said}")
+    check_inputs(
+        config | {"data": f"{tmp_path}/broken.jsonl#1"}
+    )  # what is not used may be anything
+
+
+def test_only_the_beginning_is_read(config, tmp_path: Path):
+    row = b'{"prompt": "' + b"a" * 1000 + b'"}\n'
+    (tmp_path / "long.jsonl").write_bytes(row * 2000 + b"broken\n")
+    check_inputs(config | {"data": f"{tmp_path}/long.jsonl"})

@@ -1,11 +1,12 @@
-"""What a command names that is not there, said before torch is imported: a second instead of ten."""
+"""What a command names that is not there or broken, said before torch is imported: a second instead of ten."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdprl.checkpoint_files import find_checkpoint
-from fsdprl.data.places import absent
+from fsdprl.data.json_rows import check_head
+from fsdprl.data.places import JSON_LINES, absent, subset_of
 from fsdprl.errors import UserError
 
 CHECKPOINTS = ("model", "teacher", "critic", "reference_model", "reward_model")
@@ -14,8 +15,8 @@ DATASETS = ("data", "eval_data")
 
 
 def check_inputs(config: Mapping[str, Any]) -> None:
-    """UserError for the first checkpoint or dataset that is not there or can never be used. What may be a name of the
-    hub is left to the one who loads it."""
+    """UserError for the first checkpoint or dataset that is not there or can never be used, broken lines at the
+    beginning of a dataset among them. What may be a name of the hub is left to the one who loads it."""
     for name in CHECKPOINTS:
         for path in _paths(config.get(name)):
             if Path(path).expanduser().exists() or path.startswith((".", "/", "~")):
@@ -24,6 +25,9 @@ def check_inputs(config: Mapping[str, Any]) -> None:
         for path in _paths(config.get(name)):
             if said := absent(path, _flag(name)):
                 raise UserError(said)
+            file, rows = subset_of(path)
+            if (place := Path(file).expanduser()).is_file() and place.suffix.lower() in JSON_LINES:
+                check_head(place, rows)
 
 
 def _paths(value: Any) -> Iterable[str]:

@@ -59,7 +59,7 @@ def check_end(row: Row, ended: trial.Ended, ranks: int) -> None:
     assert re.search(row.says.replace("{last}", str(ranks - 1)), ended.said), ended.said
     if row.once:
         assert len(re.findall(row.once, ended.said)) == 1, ended.said
-    bound = row.within_s * trial.slack()
+    bound = row.within_s * ended.crowd
     assert ended.seconds <= bound, f"{ended.seconds:.1f} s, not within {bound:.1f} s\n{ended.said}"
     for name, value in row.status.items():
         assert ended.status.get(name) == value, (name, ended.status)

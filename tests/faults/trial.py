@@ -19,6 +19,7 @@ import torch
 from fsdprl.comparing import run_differences
 from fsdprl.records import read_json, read_lines
 from fsdprl.run_checkpoints import folder_name
+from tests.faults.crowd import factor, watch
 from tests.ranks.jobs import End, Job
 from tests.recipes.processes import ROOT, task, words
 from tests.warm import WarmJob
@@ -42,6 +43,8 @@ class Ended:
     code: int
     seconds: float
     """From the strike, or from the start where nothing struck, to the end."""
+    crowd: float
+    """How much longer that took for what else the machine did."""
     out: str
     err: str
     status: dict[str, Any]
@@ -108,6 +111,7 @@ def begin(
     given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "FSDPRL_FAULT": fault}
     given |= {"FSDPRL_FAULT_ONCE": str(struck), "PET_SIGNALS_TO_HANDLE": HANDED_ON}
     given |= environment or {}
+    watch()
     return Job(typed, ranks=ranks if ranks > 1 else 0, **given), time.time()
 
 
@@ -117,7 +121,8 @@ def end(job: Job, began: float, out: Path, timeout_s: float = 150.0) -> Ended:
     now = time.time()
     strikes = [path.stat().st_mtime for path in (out.parent / f"{out.name}-struck").glob("*")]
     status = read_json(out / "status.json") or {}
-    return Ended(ended.code, now - max([began, *strikes]), ended.out, ended.err, status, out)
+    crowd = factor(began, max(1, job.ranks))
+    return Ended(ended.code, now - max([began, *strikes]), crowd, ended.out, ended.err, status, out)
 
 
 def run(out: Path, ranks: int, **given: Any) -> Ended:
@@ -153,10 +158,3 @@ def check_identical(ours: Path, theirs: Path) -> None:
     assert folder_name(STEPS) == (ours / "checkpoints" / "latest").resolve().name
     for path in sorted((theirs / "completions").glob("rank-*.jsonl")):
         assert read_lines(ours / "completions" / path.name) == read_lines(path), path.name
-
-
-def slack() -> float:
-    """How much longer things take on a machine that is busy with other things: the load lags by a minute, other
-    workers of these tests are known of at once."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return max(float(workers), os.getloadavg()[0] / (os.cpu_count() or 1))

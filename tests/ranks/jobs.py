@@ -45,7 +45,7 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.stdin = stdin
+        self.stdin, self.ranks = stdin, ranks
 
     def end(self, timeout_s: float = 90.0) -> End:
         """Wait for the end; nothing may be left 15 seconds later. Kills what is left before failing."""

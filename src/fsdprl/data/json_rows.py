@@ -39,20 +39,20 @@ class JsonLines:
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = self._starts[index]
         end = self._data.find(b"\n", start)
-        line = self._data[start : end if end >= 0 else None]
-        try:
-            row = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            row = _slow_decode(line, self.where(index))
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{self.where(index)}: a {_json_name(row)}, but every line must be an object with "
-                f"one field per column"
-            )
-        return row
+        return _row(self._data[start : end if end >= 0 else None], self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"
+
+
+def check_head(path: Path, rows: int | None = None) -> None:
+    """UserError for a broken line among the first `rows` of a file of JSON lines, as far as its first megabyte goes."""
+    with path.open("rb") as file:
+        head = file.read(1 << 20)
+    lines = head.split(b"\n")[: None if len(head) < 1 << 20 else -1]
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in filled[:rows]:
+        _row(line, f"{path}:{number}")
 
 
 class JsonList:
@@ -111,6 +111,19 @@ def open_json(path: Path) -> JsonLines | JsonList:
                 f"the list out of it"
             ) from None
     return lines
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    """The object of one line, without its end."""
+    try:
+        row = _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        row = _slow_decode(line, where)
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{where}: a {_json_name(row)}, but every line must be an object with one field per column"
+        )
+    return row
 
 
 def _slow_decode(line: bytes, where: str) -> Any:
