@@ -38,9 +38,7 @@ class Config:
     max_prompt_length: int = 1024  # tokens
     long_prompts: rl.LongPrompts = "error"  # what becomes of longer ones above 1 % of data
     max_new_tokens: int = 1024  # most tokens of an answer
-    rollout_splits: int = (
-        1  # slices of max_new_tokens; unfinished answers may go on in the next step
-    )
+    rollout_splits: int = 1  # slices of max_new_tokens; what is unfinished goes on next step
     rewards: tuple[str, ...] = ("accuracy",)  # built-in names, or module:function
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # dynamic sampling
