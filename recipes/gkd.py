@@ -45,6 +45,7 @@ class Config:
     reward_weights: tuple[float, ...] = ()  # one a reward; none weighs all 1
     # learning
     beta: float = 0.5  # 0: KL(teacher to student), 1: KL(student to teacher), or between
+    sft_alpha: float = 0.0  # weight of the cross-entropy beside it, on the data's own answers only
     top_k: int = 64  # K, the teacher's likeliest words that are told apart
     lr: float = 1e-5  # peak learning rate
     schedule: rl.Schedule = "constant"  # of the learning rate after warm-up
@@ -69,6 +70,8 @@ def main(cfg: Config) -> None:
         raise rl.UserError(f"--teacher {cfg.teacher}: its tokenizer is another one than --model's")
     if not 0 <= cfg.beta <= 1 or not 0 <= cfg.student_share <= 1 or cfg.top_k < 1:
         raise rl.UserError("--beta and --student-share lie between 0 and 1; --top-k is at least 1")
+    if cfg.sft_alpha < 0:
+        raise rl.UserError(f"--sft-alpha {cfg.sft_alpha}: 0 (off) or more")
     written = written_answers(cfg) if cfg.student_share < 1 else None
     P = cfg.prompts_per_step
     plan = rl.Plan(len(train), P, steps=cfg.steps, epochs=cfg.epochs)
@@ -84,6 +87,7 @@ def main(cfg: Config) -> None:
         seed=cfg.seed,
     )
     loss = partial(rl.losses.gkd_loss, beta=cfg.beta)
+    imitation = [partial(rl.losses.sft_loss, coef=cfg.sft_alpha)] if cfg.sft_alpha else []
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     run.track(policy=policy)
 
@@ -107,18 +111,18 @@ def main(cfg: Config) -> None:
         prompts = train.at(step, P)
         if written is None or Random(f"{cfg.seed} {step}").random() < cfg.student_share:
             sampler.pull()
-            batch = sampler.generate(prompts)
+            batch, losses = sampler.generate(prompts), [loss]
             run.log(batch.summary("length", "prompt_length", "truncated"))
             run.record(batch)
         else:
-            batch = written.load([prompt.index for prompt in prompts])
+            batch, losses = written.load([prompt.index for prompt in prompts]), [loss, *imitation]
             batch["temperature"] = cfg.temperature
 
         batch.rebalance()
         teacher.top(batch, cfg.top_k)
         batch["weight"] = 1.0 / batch["loss_tokens"].sum()  # a mean over tokens
         lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
-        run.log(policy.forward_backward(batch, loss))
+        run.log(policy.forward_backward(batch, losses))
         run.log(policy.optim_step(lr=lr, **limits))
 
     if cfg.eval_every:

@@ -33,7 +33,7 @@ OTHER: dict[str, Any] = {
     "f_divergence": "forward_kl", "losses": ["ipo"], "cpo_alpha": 0.3, "gamma": 0.2, "center": 0.1, "baseline": 0.7,
     "desirable_weight": 2.0, "undesirable_weight": 2.0, "loss_weights": [0.5], "f_alpha": 0.2, "discopop_tau": 0.5,
     "shift": 0.5, "tau": 0.2, "tau_positive": 2.0, "tau_negative": 2.0, "half_life": 2.0, "weight_low": 0.9,
-    "weight_high": 1.05, "safe_ratio": 1.02,
+    "weight_high": 1.05, "safe_ratio": 1.02, "gate_beta": 1.0,
 }  # fmt: skip
 """Option -> another value. A new option fails here until it has one."""
 CONTEXT: dict[str, dict[str, Any]] = {

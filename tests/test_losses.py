@@ -144,6 +144,8 @@ def test_likelihood_and_policy_gradient():
     logp = t(-1, -3).requires_grad_()
     assert sft_loss(logp)[0].tolist() == [1, 3]
     assert sft_loss(logp)[1]["nll"].tolist() == [1, 3]
+    assert sft_loss(logp, coef=0.5)[0].tolist() == [0.5, 1.5]
+    assert sft_loss(logp, coef=0.5)[1]["nll"].tolist() == [1, 3]
     assert policy_gradient(logp, t(2, -1))[0].tolist() == [2, -3]
     loss, metrics = distill_loss(logp, t(-2, -1))
     loss.sum().backward()

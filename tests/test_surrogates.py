@@ -12,6 +12,7 @@ from fsdprl.surrogates import (
     mirror_descent_loss,
     real_loss,
     sapo_loss,
+    sdar_loss,
     topr_loss,
 )
 
@@ -68,6 +69,22 @@ def test_topr_by_hand():
     assert logp.grad.tolist() == pytest.approx([-1, -1, 2 * 0.4, 2 * 0.4, 1])
     wanted = [-w * a * x for w, a, x in zip(weight, advantage, logp.tolist(), strict=True)]
     assert loss.tolist() == pytest.approx([float(x) for x in wanted])
+
+
+def test_sdar_by_hand():
+    """Gaps of 0.2, 0 and -0.4 between the teacher and the policy; only the policy has a gradient, through no gate."""
+    logp, teacher = t(-1.0, -2.0, -0.5).requires_grad_(), t(-0.8, -2.0, -0.9)
+    loss, metrics = sdar_loss(logp, teacher, coef=0.1, gate_beta=5.0)
+    gates = [sigmoid(1.0), 0.5, sigmoid(-2.0)]
+    assert metrics["teacher_gate"].tolist() == pytest.approx(gates)
+    assert metrics["teacher_gap"].tolist() == pytest.approx([0.2, 0.0, -0.4])
+    expected = [0.1 * sigmoid(1.0) * 0.2, 0.0, -0.1 * sigmoid(-2.0) * 0.4]
+    assert loss.tolist() == pytest.approx(expected)
+    loss.sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-0.1 * gate for gate in gates])
+    with pytest.raises(ValueError, match="gate_beta 0"):
+        sdar_loss(logp, teacher, gate_beta=0.0)
 
 
 def test_mirror_descent_by_hand():

@@ -305,9 +305,9 @@ def router_balance_loss(balance: Tensor, segment: Tensor, *, coef: float) -> Row
 # ---- likelihood and values ---------------------------------------------------------------------
 
 
-def sft_loss(logp: Tensor) -> TokenLoss:
-    """Cross-entropy of the observed tokens: -logp. Metric: nll, nats per token."""
-    return -logp, {"nll": -logp.detach()}
+def sft_loss(logp: Tensor, *, coef: float = 1.0) -> TokenLoss:
+    """coef * cross-entropy of the observed tokens: -coef logp. Metric: nll, -logp, nats per token."""
+    return -coef * logp, {"nll": -logp.detach()}
 
 
 def value_loss(

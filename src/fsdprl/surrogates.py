@@ -133,6 +133,23 @@ def chord_loss(logp: Tensor) -> TokenLoss:
     return -phi * logp, {"nll": -logp.detach(), "phi": phi}
 
 
+def sdar_loss(
+    logp: Tensor, logp_teacher: Tensor, *, coef: float = 0.1, gate_beta: float = 5.0
+) -> TokenLoss:
+    """SDAR: coef g (log pi_teacher - log pi), g = sigmoid(gate_beta (log pi_teacher - log pi)) without gradient.
+
+    Lu et al. 2026 (arXiv 2605.15155), whose code's numbers these are: beside a policy loss on its own samples, a
+    teacher (the policy once it has been told more, telling.py) is followed where it thinks more of a token than the
+    policy does, and hardly where it thinks less. Metrics: teacher_gap, log pi_teacher - log pi; teacher_gate: g.
+    """
+    check_shapes(logp=logp, logp_teacher=logp_teacher)
+    if gate_beta <= 0:
+        raise ValueError(f"gate_beta {gate_beta} must be > 0")
+    gap = logp_teacher - logp
+    gate = torch.sigmoid(gate_beta * gap.detach())
+    return coef * gate * gap, {"teacher_gap": gap.detach(), "teacher_gate": gate}
+
+
 def real_loss(
     logp: Tensor,
     logp_old: Tensor,

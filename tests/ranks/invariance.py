@@ -70,6 +70,7 @@ POLICY_LOSSES = {
     "sapo": partial(rl.surrogates.sapo_loss, tau_negative=2.0),
     "topr": rl.surrogates.topr_loss,
     "fipo": partial(rl.surrogates.fipo_surrogate, half_life=3.0, weight_low=0.8),
+    "sdar": partial(rl.surrogates.sdar_loss, coef=0.3, gate_beta=2.0),
     "policy_gradient": rl.losses.policy_gradient,
     "reweighed": reweighed,
     "distill": partial(rl.losses.distill_loss),

@@ -511,6 +511,18 @@ def test_gkd_lowers_the_divergence_from_its_teacher(act, files):
         assert found[-1] < found[0]
 
 
+def test_gkd_imitates_the_datas_answers_beside_the_divergence_and_never_its_own(act):
+    written = {
+        alpha: act("gkd", sft_alpha=alpha, student_share=0.0, steps=1) for alpha in (0.0, 0.3)
+    }
+    plain, beside = (played.values("actor/loss")[0] for played in written.values())
+    (nll,) = written[0.3].values("actor/nll")
+    assert nll > 0 and beside == pytest.approx(plain + 0.3 * nll)
+    sampled = {alpha: act("gkd", sft_alpha=alpha, student_share=1.0) for alpha in (0.0, 0.3)}
+    assert sampled[0.0].outcome == sampled[0.3].outcome and not sampled[0.3].values("actor/nll")
+    assert "--sft-alpha -1" in act("gkd", sft_alpha=-1.0).error
+
+
 @pytest.mark.parametrize("mistake", [{"beta": 1.5}, {"student_share": -0.1}, {"top_k": 0}])
 def test_gkd_refuses_what_cannot_be(act, mistake):
     assert "--beta and --student-share" in act("gkd", **mistake).error

@@ -217,6 +217,7 @@ OWN: dict[str, dict[str, Any]] = {
         "rewards": ((), {"eval_every": 2}), "reward_weights": ((1.0, 0.5), {"eval_every": 2}),
         "answer_key": ("gold", {"rewards": (f"{GRADE}matches",), "eval_every": 2, "answer_key": "answer"}),
         "student_share": 0.0, "beta": 0.1, "top_k": 2, "completion_key": ("said", {"student_share": 0.0}),
+        "sft_alpha": (0.5, {"student_share": 0.0}),
     },
     "dapo": {
         "filter_metric": f"{GRADE}letters", "pass_low": 0.6, "pass_high": 0.4, "prompts_per_round": 3,

@@ -62,7 +62,7 @@ def everything(name: str, files: dict[str, str]) -> dict[str, Any]:
     more: dict[str, Any] = {
         "kl_coef": 0.1, "kl_in": "loss", "entropy_coef": 0.1, "dual_clip": 3.0, "eval_samples": 2,
         "correction": rl.CorrectionOptions(kind="tis"), "router_aux_coef": 0.1, "max_new_tokens": 70,
-        "rollout_splits": 2,
+        "rollout_splits": 2, "sft_alpha": 0.5,
     }  # fmt: skip
     return fields | {field: value for field, value in more.items() if field in known}
 

@@ -31,6 +31,7 @@ SURROGATES = {
     "Forking tokens": {"surrogate"},
     "OPD-RL": {"surrogate"},
     "RLSD": {"surrogate"},
+    "SDAR": {"surrogate", "sdar_loss"},
     "GDPO": {"surrogate"},
 }
 
@@ -194,3 +195,19 @@ def test_the_policy_says_how_far_once_it_was_told_the_solution(act):
         assert weight.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
         moved = max(moved, float((weight - 1).abs().max()))
     assert 0.01 < moved <= 0.1 + 1e-6
+
+
+def test_the_policy_follows_itself_once_it_was_told_more(act):
+    """Also in groups that agree, which teach GRPO nothing; every token has the log-prob of the policy that was told."""
+    played = act("SDAR", minibatches=1, steps=1, rewards=("tests.recipes.grades:always",))
+    (payload,), store = updates(played), played.stage.workers[0].store.rows
+    assert len(payload["rows"]) == 24 and set(payload["samples"]["advantage"]) == {0.0}
+    assert played.weights["policy"] != 0.1
+    told = {loss["qualname"]: loss["kwargs"] for loss in payload["losses"]}
+    assert told["sdar_loss"] == {"coef": 0.1, "gate_beta": 5.0}
+    rows = [store[row].columns for row in payload["rows"]]
+    gaps = torch.cat([columns["logp_teacher"] - columns["logp_old"] for columns in rows]).double()
+    assert gaps.min() < -0.01 < 0.01 < gaps.max()
+    expected = {"teacher_gap": gaps, "teacher_gate": torch.sigmoid(5 * gaps)}
+    for name, values in expected.items():
+        assert played.values(f"actor/{name}")[0] == pytest.approx(float(values.mean()), rel=1e-5)
