@@ -106,7 +106,6 @@ def main(cfg: Config) -> None:
     kl = rl.kl.controller(cfg.kl_coef, target=cfg.kl_target, horizon=cfg.kl_horizon)
     limits = {"weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     run.track(policy=policy, critic=critic, kl=kl, reference=reference)
-
     often = {"every": cfg.eval_every, "prompts": cfg.eval_prompts, "samples": cfg.eval_samples}
     evaluate = rl.Evaluator(run, sampler, rewards, held_out, **often)
 
@@ -124,7 +123,6 @@ def main(cfg: Config) -> None:
         if reference:
             reference.logprobs(batch, out="logp_ref")
         policy.logprobs(batch, out="logp_old")
-        run.log(rl.mismatch(batch))
         critic.values(batch, out="value_old")
         losses, token_reward = [surrogate, *bonus], rl.advantages.last_token_reward
         if reference:
@@ -141,10 +139,8 @@ def main(cfg: Config) -> None:
 
         # Advantages inside each answer; after the returns they are whitened over the whole batch.
         batch.apply(gae, out=["advantage", "returns"])
-        run.log(batch.summary("rewards") | critic.metrics(batch))
-        over = batch.reduce("advantage")
-        whiten = partial(rl.advantages.whiten, mean=over.mean, variance=over.var)
-        batch.apply(whiten, out="advantage")
+        run.log(batch.summary("rewards") | critic.metrics(batch) | rl.mismatch(batch))
+        rl.whiten(batch)
 
         # Learn: the critic, and from step critic_only_steps on the actor.
         factor = partial(rl.schedules.factor, step=step, total=plan.steps)

@@ -124,9 +124,7 @@ def main(cfg: Config) -> None:
             run.log({"kl": batch.reduce("log_ratio").mean})
         batch.apply(reward, out="token_reward")
         batch.apply(partial(rl.advantages.discounted_returns, gamma=cfg.gamma), out="advantage")
-        over = batch.reduce("advantage")
-        whiten = partial(rl.advantages.whiten, mean=over.mean, variance=over.var)
-        batch.apply(whiten, out="advantage")
+        rl.whiten(batch)
 
         lr = cfg.lr * rl.schedules.factor(cfg.schedule, step, plan.steps, cfg.warmup_steps)
         for minibatch in batch.minibatches(K, seed=cfg.seed + step, passes=cfg.passes):

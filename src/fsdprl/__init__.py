@@ -62,13 +62,14 @@ if TYPE_CHECKING:
     from fsdprl.prompts import LongPrompts as LongPrompts
     from fsdprl.prompts import Prompts as Prompts
     from fsdprl.prompts import prompt_sets as prompt_sets
-    from fsdprl.quantiles import quantile as quantile
     from fsdprl.resampling import GroupPool as GroupPool
     from fsdprl.run import Run as Run
     from fsdprl.sample import Sample as Sample
     from fsdprl.sampler import Sampler as Sampler
     from fsdprl.schedules import Schedule as Schedule
     from fsdprl.scoring import Rewards as Rewards
+    from fsdprl.spread import quantile as quantile
+    from fsdprl.spread import whiten as whiten
     from fsdprl.telling import logprobs_told as logprobs_told
 
 NAMES: dict[str, str] = {
@@ -114,13 +115,14 @@ NAMES: dict[str, str] = {
     "LongPrompts": "prompts",
     "Prompts": "prompts",
     "prompt_sets": "prompts",
-    "quantile": "quantiles",
     "GroupPool": "resampling",
     "Run": "run",
     "Schedule": "schedules",
     "Sample": "sample",
     "Sampler": "sampler",
     "Rewards": "scoring",
+    "quantile": "spread",
+    "whiten": "spread",
     "logprobs_told": "telling",
 }
 MODULES = (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsdprl as rl
+from fsdprl.controller import current
 from fsdprl.errors import UserError
 from fsdprl.rows import sortable
 from tests import fake
@@ -60,3 +61,26 @@ def test_no_token_has_no_quantile(monkeypatch: pytest.MonkeyPatch):
 def test_forking_tokens_keep_their_advantage():
     base, entropy = torch.tensor([1.0, -1.0, 2.0, 2.0]), torch.tensor([0.1, 0.7, 0.5, 0.2])
     assert rl.advantages.forking(base, entropy, threshold=0.5).tolist() == [0.0, -1.0, 2.0, 0.0]
+
+
+def scaled(entropy: torch.Tensor) -> torch.Tensor:
+    return 3 * entropy + 7
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_whitened_over_all_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int):
+    batch, table = batch_of(monkeypatch, ranks, "plain")
+    batch.apply(scaled, out="advantage")
+    rl.whiten(batch)
+    wanted = dict(
+        zip(
+            batch.row_ids.tolist(),
+            ((table - table.mean()) / table.std()).split(LENGTHS),
+            strict=True,
+        )
+    )
+    for worker in current().workers:
+        for row, stored in worker.store.rows.items():
+            torch.testing.assert_close(
+                stored.columns["advantage"], wanted[row], rtol=1e-5, atol=1e-5
+            )

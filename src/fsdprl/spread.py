@@ -1,16 +1,27 @@
-"""Quantiles of token columns, exact, while the tokens stay on their ranks."""
+"""What depends on the tokens of a whole batch: quantiles and whitening, exact, while the tokens stay on their ranks."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fsdprl import advantages
 from fsdprl.batch import Batch
 from fsdprl.controller import current
 from fsdprl.errors import UserError
 
 DIGIT = 8
 """Bits that a round of questions settles. Each rank answers with 2^8 counts, however many tokens it has."""
+
+
+def whiten(batch: Batch) -> None:
+    """Give token column `advantage` mean 0 and variance 1 (unbiased) over all loss tokens; without spread it becomes 0.
+
+    PPO whitens after the returns are known (Ouyang et al. 2022's code), REINFORCE++ instead of a baseline (Hu 2025).
+    """
+    over = batch.reduce("advantage")
+    batch.apply(partial(advantages.whiten, mean=over.mean, variance=over.var), out="advantage")
 
 
 def quantile(batch: Batch, column: str, share: float) -> float:
