@@ -157,6 +157,7 @@ def at(verb: str, step: int = 1) -> str:
 
 
 VLLM = {"engine.kind": "vllm", "engine.tensor-parallel-size": 2}
+KILLED = {"state": "running", "resumable": True}
 DEATHS = [
     *(mended(18, name, rf"rank 1 on \S+ died in {PHASES[verb]}: its process is gone", f"{at(verb)},rank=1,kind=sigkill",
              ranks=(2,), base=VLLM, marks=("vllm",))
@@ -165,10 +166,12 @@ DEATHS = [
              ranks=(2, 4) if verb in ("generate", "optim_step") else (2,), quick=verb == "forward_backward",
              status={"kind": "died", "rank": 1, "phase": phase})
       for verb, phase in PHASES.items()),
+    # Who writes status.json is gone: it still says running, with the pid of nobody.
     mended(25, "generating", "rank 0, the controller, is gone", "phase=generate,rank=0,step=1,kind=sigkill",
-           ranks=(2,)),
-    mended(25, "between", "rank 0, the controller, is gone", "phase=step,step=2,kind=sigkill", ranks=(2,)),
-    mended(25, "alone", "", "phase=optim_step,step=1,kind=sigkill", ranks=(1,), ends=-9),
+           ranks=(2,), status=KILLED),
+    mended(25, "between", "rank 0, the controller, is gone", "phase=step,step=2,kind=sigkill", ranks=(2,),
+           status=KILLED),
+    mended(25, "alone", "", "phase=optim_step,step=1,kind=sigkill", ranks=(1,), ends=-9, status=KILLED),
     mended(26, "stopped", r"rank 1 on \S+ is frozen in update", "phase=forward_backward,rank=1,step=1,kind=sigstop",
            ranks=(2,), within_s=30),
     mended(26, "absent", r"rank 1 on \S+ stalled in update[\s\S]*rank 0 on \S+ does not move either",
