@@ -121,3 +121,20 @@ def test_a_save_that_fails_on_the_way_out_leaves_the_last_checkpoint(tmp_path: P
     train(tmp_path / "run", strike)
     assert read_json(tmp_path / "run" / "status.json")["saved"] == 2
     assert train(tmp_path / "run").run.restored == 2
+
+
+def test_updates_left_out_before_a_signal_still_count(tmp_path: Path):
+    """--run.skip-nonfinite bounds a run, however often it is interrupted; a step that is done again is not counted
+    twice."""
+
+    def strike(job: Job, step: int, now: str) -> None:
+        if (step, now) in ((1, "update"), (3, "rollout")):
+            job.controller.skipped += 1
+        interrupt(3, "rollout")(job, step, now)
+
+    train(tmp_path / "run", strike)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003" / "run.json"
+    assert read_json(checkpoint)["skipped"] == 1
+    seen: list[int] = []
+    train(tmp_path / "run", lambda job, *_: seen.append(job.controller.skipped))
+    assert set(seen) == {1}

@@ -25,6 +25,7 @@ from run_job import (
     without_times,
 )
 
+from fsdprl import run_checkpoints
 from fsdprl.disk_room import checkpoint_bytes
 from fsdprl.errors import UserError
 from fsdprl.records import read_json
@@ -58,6 +59,17 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path, step: int, 
     for name in ("model.safetensors", "trainer/adam.safetensors", "run.json", "manifest.json"):
         ours, theirs = (path / "checkpoints/latest" / name for path in (out, tmp_path / "whole"))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_models_are_told_the_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By it ranks of another host know the copy that they were sent (ferry.here)."""
+    killed_at(tmp_path / "run", 3)
+    monkeypatch.chdir(tmp_path)
+    job, folders = Job(Path("run")), list[Path]()
+    load = job.model.load
+    monkeypatch.setattr(job.model, "load", lambda folder: (folders.append(folder), load(folder)))
+    job.train()
+    assert folders == [(tmp_path / "run" / "checkpoints" / "step-000002").resolve()]
 
 
 def test_a_finished_run_says_so(tmp_path: Path):
@@ -307,6 +319,40 @@ def test_a_save_that_died_leaves_the_old_checkpoint(tmp_path: Path):
     again = Job(out).train()
     assert again.model.value == 6.0
     assert checkpoints(out) == ["latest", "step-000002", "step-000004", "step-000006"]
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_kill_before_latest_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int):
+    """The last checkpoint has no later one to move it."""
+    out, point = tmp_path / "run", run_checkpoints.point
+
+    def killed(link: Path, name: str) -> None:
+        if name == f"step-{step:06d}":
+            raise Killed
+        point(link, name)
+
+    job = Job(out)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run_checkpoints, "point", killed)
+        job.train()
+    job.abandon()
+    latest = out / "checkpoints" / "latest"
+    assert latest.resolve().name == f"step-{step - 2:06d}"
+    again = Job(out).open()
+    assert again.run.restored == step and latest.resolve().name == f"step-{step:06d}"
+    again.train()
+    assert latest.resolve().name == "step-000006"
+
+
+def test_no_link_leads_to_a_damaged_checkpoint(tmp_path: Path):
+    out = tmp_path / "run"
+    killed_at(out, 5)
+    checkpoint = out / "checkpoints" / "step-000004"
+    run_checkpoints.point(checkpoint.with_name("best"), checkpoint.name)
+    flip_a_bit(checkpoint / "model.safetensors")
+    Job(out).open().abandon()
+    assert (out / "checkpoints" / "latest").resolve().name == "step-000002"
+    assert checkpoints(out) == ["latest", "step-000002", "unused-0-step-000004"]
 
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_is_tried_again(tmp_path: Path):

@@ -1,12 +1,14 @@
 """A run from beginning to end: what it writes, says and refuses."""
 
+import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from run_job import CONFIG, Job, Killed, checkpoints, isolated, kill_at, steps_of
+from run_job import CONFIG, Job, Killed, checkpoints, isolated, kill_at, killed_at, steps_of
 from transformers import AutoTokenizer
 
 from fsdprl.errors import UserError
@@ -71,6 +73,21 @@ def test_stop_finishes_saves_and_ends(tmp_path: Path):
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
 
 
+def test_a_stopped_run_stays_stopped(tmp_path: Path):
+    """Killed while the last weights are evaluated, say: the step that stop() was called in was the last one."""
+    out = tmp_path / "run"
+    killed = Job(out)
+    killed.train(6, during=lambda step: killed.run.stop() if step == 2 else None, end=False)
+    killed.abandon()
+    job = Job(out).train()
+    assert (job.run.restored, job.model.value) == (3, 3.0)
+    assert read_json(out / "status.json")["state"] == "finished"
+    # It can be given more steps, and others may begin from its end.
+    assert Job(out, config=CONFIG | {"steps": 8}).train(8).model.value == 8.0
+    last = str(out / "checkpoints" / "step-000003")
+    assert Job(tmp_path / "other", resume=last).train().model.value == 6.0
+
+
 @pytest.mark.parametrize("named", ["file", "text"])
 def test_a_checkpoint_has_the_chat_template_it_was_trained_with(tmp_path: Path, named: str):
     template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
@@ -109,6 +126,45 @@ def test_a_profile_window_is_asked_of_the_ranks(tmp_path: Path):
     job = Job(tmp_path / "run", profile="1:2").train(4)
     out = str((tmp_path / "run" / "profile").resolve())
     assert job.calls == [("profile_start", {}), ("profile_stop", {"out": out})]
+
+
+def test_a_run_resumed_inside_a_profile_window_traces_the_rest(tmp_path: Path):
+    """Ranks that never began a trace have none to end."""
+    killed_at(tmp_path / "run", 3, profile="1:4")
+    job = Job(tmp_path / "run", profile="1:4").train()
+    assert [verb for verb, _ in job.calls] == ["profile_start", "profile_stop"]
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_the_line_after_the_loop_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+):
+    """No later step will write it. A run whose metrics have a hole is not finished."""
+    out = tmp_path / "run"
+    job = Job(out).train(3, end=False)
+    job.run.log({"eval/reward": 0.5})
+    write, left = job.run.lines._write, [failures]
+
+    def full(sync: bool) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(sync)
+
+    monkeypatch.setattr(job.run.lines, "_write", full)
+    with (
+        contextlib.nullcontext()
+        if failures < 3
+        else pytest.raises(UserError, match=r"metrics\.jsonl: No space left .* 3 times in a row")
+    ):
+        job.end()
+    status = read_json(out / "status.json")
+    if failures < 3:
+        assert status["state"] == "finished"
+        assert read_lines(out / "metrics.jsonl")[-1] == {"step": 3, "eval/reward": 0.5}
+    else:
+        assert (status["state"], status["saved"]) == ("failed", 3)
+        assert "No space left on device" in status["cause"]
 
 
 @pytest.mark.parametrize("text", ["x", "3:", "5:3", ":3", "-1:2"])

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_job import CONFIG, Job, isolated, killed_at, steps_of
+from run_job import CONFIG, Job, Killed, isolated, kill_at, killed_at, steps_of
 
 from fsdprl import run_changes
 from fsdprl.errors import UserError
 from fsdprl.records import read_json
+from fsdprl.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +157,21 @@ def test_the_same_command_again_forgets_nothing_twice(tmp_path):
     job = Job(out, config=CONFIG | {"steps": 8}, **options).train(8)
     assert job.run.restored == 6 and job.run.controller.redrawn == 1
     assert (job.model.value, job.count.n) == (8.0, 80)
+
+
+def test_a_restart_before_the_next_checkpoint_forgets_again(tmp_path):
+    """torchrun --max-restarts, after the run went back to a checkpoint of its own."""
+    out = tmp_path / "run"
+    Job(out).train()
+    options = {"resume": str(out / "checkpoints" / "step-000002"), "forget": ("rng",)}
+    killed_at(out, 3, **options)
+    for restart, restored in ((1, 2), (2, 4)):
+        job = Job(out, **options)
+        job.controller.world = World(size=2, local_size=2, restart=restart)
+        with pytest.raises(Killed):
+            job.train(during=kill_at(5))
+        job.abandon()
+        assert (job.run.restored, job.run.controller.redrawn) == (restored, 1)
 
 
 def test_without_the_optimizer(tmp_path):

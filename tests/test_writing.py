@@ -14,7 +14,7 @@ import pytest
 import solo
 import tiny
 import torch
-from run_job import Job, Killed, checkpoints, isolated, steps_of
+from run_job import CONFIG, Job, Killed, checkpoints, isolated, steps_of
 from safetensors.torch import load_file
 
 from fsdprl import learn, run_saves, writing
@@ -384,6 +384,18 @@ def test_a_resumed_run_remembers_the_best(tmp_path):
     assert checkpoints(out) == ["best", "latest", "step-000002", "step-000004"]
     trained(out, {6: 4.0}, keep=1)
     assert checkpoints(out) == ["best", "latest", "step-000002", "step-000006"]
+
+
+@pytest.mark.parametrize("before", [{"keep": 0}, {"keep": 0, "keep_best": ""}])
+def test_keeping_fewer_from_here_on_does_not_cost_the_best_one(tmp_path, before: dict[str, Any]):
+    """Nor does a wish for the best that comes later: the ones before it in the file were better once."""
+    out = tmp_path / "run"
+    trained(out, {1: 1.0, 2: 2.0, 3: 9.0, 4: 3.0}, **before)
+    assert len(checkpoints(out)) == 7 + ("keep_best" not in before)
+    more = {"config": CONFIG | {"steps": 7}, "keep": 1, "keep_best": "eval/reward"}
+    Job(out, save_every=1, **more).train(7)
+    assert best_of(out) == "step-000003"
+    assert checkpoints(out) == ["best", "latest", "step-000003", "step-000007"]
 
 
 def test_a_wish_without_a_name(tmp_path):

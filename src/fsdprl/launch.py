@@ -231,7 +231,10 @@ class Lead:
         for hook in self.controller.on_exit:
             try:
                 hook(known | cause)
-            except Exception:
-                print(redacted(traceback.format_exc()), file=sys.stderr)
+            except Exception as error:
+                text = (
+                    f"fsdprl: {error}" if isinstance(error, UserError) else traceback.format_exc()
+                )
+                print(redacted(text), file=sys.stderr)
                 fine = False
         return fine

@@ -20,6 +20,7 @@ from fsdprl import determinism, dryrun
 from fsdprl.console import Console, clock, shorten
 from fsdprl.controller import current
 from fsdprl.data.chat import template_text
+from fsdprl.errors import UserError
 from fsdprl.metrics import StepMetrics, counted, jsonable, throughput, timings
 from fsdprl.moments import reached
 from fsdprl.options import RunOptions
@@ -27,7 +28,7 @@ from fsdprl.plan import Plan
 from fsdprl.plots import Plots
 from fsdprl.records import JsonLines, read_lines
 from fsdprl.run_checkpoints import Tracked
-from fsdprl.run_folder import RunFolder, finished_message, profile_window
+from fsdprl.run_folder import RunFolder, finished_message, given_checkpoint, profile_window
 from fsdprl.run_hosts import Hosts
 from fsdprl.run_saves import Best, Saves
 from fsdprl.tracker import Trackers
@@ -52,7 +53,7 @@ class Run:
         self.options, self.controller = options, current()
         self.controller.may_skip = options.skip_nonfinite
         self.controller.log_entropy = options.log_entropy
-        self.profile = profile_window(options.profile)
+        self.profile, self.profiling = profile_window(options.profile), False
         self.console = Console(options.log_every)
         self.tracked = Tracked()
         self.metrics = StepMetrics()
@@ -173,11 +174,14 @@ class Run:
         if self.folder.restore:
             if self.restored > plan.steps:
                 self.console.warn(f"{self.path} has {self.restored} steps, more than {plan.steps}")
-            with self.hosts.holding(self.folder.restore[1]):
-                self.tracked.load(self.folder.restore[1], self.folder.forget)
+            checkpoint = self.folder.restore[1].resolve()  # ranks elsewhere know it by this name
+            with self.hosts.holding(checkpoint):
+                self.tracked.load(checkpoint, self.folder.forget)
             self.controller.redrawn = self.tracked.redrawn
-        for row in read_lines(self.folder.metrics) if self.options.keep_best else ():
-            self.saves.note(row["step"], row)
+            self.controller.skipped = self.tracked.progress.get("skipped", 0)
+            stopped = self.tracked.progress.get("stopped") == plan.steps
+            self.stopping = stopped and checkpoint != given_checkpoint(self.options.resume)
+        self.saves.recall(read_lines(self.folder.metrics) if self.options.keep_best else ())
         self.folder.note(**self.controller.facts)
         self.trackers.start(self.folder.config, self.folder.facts["id"], self.restored)
         self.began = time.monotonic()
@@ -190,11 +194,14 @@ class Run:
         reached("step", rank=0, step=self.step)
         self._settle(changed=not self.tracked.steady)
         self.folder.set_status("running", phase="training", **self._progress(self.step))
-        if self.profile and self.step == self.profile[0]:
+        first, last = self.profile or (1, 0)
+        if first <= self.step <= last and not self.profiling:  # a resumed run may meet its middle
             self.controller.call("profile_start", {}).wait()
+            self.profiling = True
 
     def _settle(self, *, changed: bool) -> None:
         """Between two steps: from here on a signal saves the states of now, where it had to wait before."""
+        self._note_progress()
         self.tracked.remember()
         self.controller.changed = changed
         if self.controller.leaving and not changed:
@@ -203,9 +210,10 @@ class Run:
     def _end_step(self, plan: Plan) -> BaseException | None:
         """Write the step down; returns what a signal left for the run to raise, which is then saved."""
         self.controller.changed = True  # a signal waits until the next step's states are remembered
-        if self.profile and self.step == self.profile[1]:
+        if self.profiling and self.profile and self.step == self.profile[1]:
             out = str((self.path / "profile").resolve())
             self.controller.call("profile_stop", {"out": out}).wait()
+            self.profiling = False
             self.console.say(f"profile of steps {self.options.profile}: {out}")
         every, done = self.options.save_every, self.step + 1
         last = self.stopping or done == plan.steps or self.controller.leaving is not None
@@ -240,9 +248,17 @@ class Run:
         self.saves.note(step, numbers, last=self.plan is not None and step == self.plan.steps)
         return written
 
+    def _note_progress(self) -> None:
+        """What of the run itself later steps depend on, for the next checkpoint."""
+        assert self.plan
+        progress = {"skipped": self.controller.skipped, "stopped": self.stopping * self.plan.steps}
+        self.tracked.progress = {name: count for name, count in progress.items() if count}
+
     def _begin_save(self, done: int, *, background: bool, remembered: bool = False) -> bool:
         """Have everything tracked copied and written; whether that began."""
         background = background and self.options.background_save
+        if not remembered:
+            self._note_progress()
         with self.controller.timeline.span("save"):
             self.folder.set_status("running", phase="save", **self._progress(done))
             return self.saves.begin(done, background=background, remembered=remembered)
@@ -261,8 +277,11 @@ class Run:
         """Called once by launch, when `main` is over or has failed; the ranks may be gone."""
         self.console.stop()
         if cause["kind"] == "finished" and self.plan is not None:
-            self._finish(self.plan)
-            return
+            try:
+                return self._finish(self.plan)
+            except UserError as error:
+                self._exit({"kind": "user", "message": str(error)})
+                raise
         state = "interrupted" if cause["kind"] in ("interrupted", "exit") else "failed"
         facts = {name: cause.get(name) for name in ("kind", "rank", "host")} | self._progress(
             self.step
@@ -308,7 +327,9 @@ class Run:
                 f"run after the current step and saves"
             )
         if self.metrics:
-            self._publish(self.step, self.metrics.merged(), sync=True)
+            written = self._publish(self.step, self.metrics.merged(), sync=True)
+            while not written:  # no later step will try again
+                written = self.lines.flush(sync=True)
         self.plots.draw()
         plot = self.plots.close()
         self.trackers.close()

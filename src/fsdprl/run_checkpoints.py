@@ -20,6 +20,7 @@ from fsdprl.records import read_json, sync_folder, write_atomic, write_json
 
 NAME = re.compile(r"step-(\d{6,})")
 LATEST, BEST = "latest", "best"
+PROGRESS = ("skipped", "stopped")
 
 
 def folder_name(step: int) -> str:
@@ -98,10 +99,18 @@ class Checkpoints:
         return None
 
     def forget_after(self, step: int) -> None:
-        """Set aside every checkpoint of a later step: the run goes on from `step` and makes its own."""
+        """Set aside every checkpoint of a later step: the run goes on from `step` and makes its own.
+
+        `latest` then names the newest of the others, also where a kill came before it was moved.
+        """
         for later, path in self.all():
             if later > step:
                 set_aside(path)
+        if left := self.all():
+            point(self.folder / LATEST, left[-1][1].name)
+        for link in (self.folder / LATEST, self.folder / BEST):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
 
 
 def set_aside(path: Path) -> None:
@@ -136,6 +145,8 @@ class Tracked:
         self._remembered: dict[str, Any] | None = None
         self.redrawn = 0
         """How often a run was resumed without its random numbers: part of every seed of sampling."""
+        self.progress: dict[str, int] = {}
+        """Of the run itself: updates `skipped`, and the steps of the plan that Run.stop() has `stopped`; none is 0."""
 
     def add(self, name: str, thing: Any) -> None:
         """None, and what says of itself that it is constant, need no saving."""
@@ -200,6 +211,7 @@ class Tracked:
         small: dict[str, Any] = {"step": step, "models": list(self.models), "states": states}
         if self.redrawn:
             small["redrawn"] = self.redrawn
+        small |= self.progress
         write_json(folder / "run.json", small)
 
     def load(self, folder: Path, forget: Collection[str] = ()) -> None:
@@ -232,3 +244,5 @@ class Tracked:
         for name, thing in wanted_states.items():
             thing.load_state_dict(states[name])
         self.redrawn = saved.get("redrawn", 0) + ("rng" in forget)
+        kept = () if "progress" in forget else PROGRESS
+        self.progress = {name: saved[name] for name in kept if name in saved}

@@ -217,7 +217,9 @@ class RunFolder:
             if fault := verify(met.given):
                 raise UserError(f"--run.resume {met.given}: damaged: {fault}")
             step = 0 if "progress" in forget else read_json(met.given / "manifest.json")["step"]
-            found, self.forget = (step, met.given), forget
+            found = step, met.given
+        if found and found[1].resolve() == met.given:  # or again: a restart before the next one
+            self.forget = forget
         step = found[0] if found else 0
         self.checkpoints.forget_after(step)
         for path in [self.metrics, *self.completions.glob("*.jsonl")]:
@@ -328,6 +330,7 @@ def profile_window(text: str) -> tuple[int, int] | None:
 
 
 def given_checkpoint(resume: str) -> Path | None:
+    """The folder that --run.resume names, None for auto and never. UserError if it is no checkpoint."""
     if resume in ("auto", "never"):
         return None
     path = Path(resume).resolve()

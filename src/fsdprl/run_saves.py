@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,10 +194,28 @@ class Saves:
             return
         if self._pending and self._pending.done == step:
             self.poll(wait=True)
+        if self._note(step, metrics, last=last):
+            self._point_best()
+
+    def recall(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What was measured before this process began, by the lines of metrics.jsonl.
+
+        All of them first: a better one on the way must not cost the best one its folder.
+        """
+        for row in rows:
+            self._note(row["step"], row, last=False)
+        if self.best.step is not None:
+            self._point_best()
+
+    def _note(self, step: int, metrics: Mapping[str, Any], *, last: bool) -> bool:
         known = self.checkpoints.folder / folder_name(step)
-        if known.is_dir() and self.best.note(step, metrics, last=last):
-            with current().whole():
-                self.checkpoints.point_best(known, self.keep)
+        return known.is_dir() and self.best.note(step, metrics, last=last)
+
+    def _point_best(self) -> None:
+        assert self.best.step is not None
+        with current().whole():
+            best = self.checkpoints.folder / folder_name(self.best.step)
+            self.checkpoints.point_best(best, self.keep)
 
     def _failed(self, error: OSError) -> None:
         self._pending, self.owed = None, True
