@@ -25,6 +25,7 @@ from fsdprl.endings import describe
 from fsdprl.errors import Interrupted, UserError
 from fsdprl.inputs import check_inputs
 from fsdprl.joining import Joining, check_same_files, listen
+from fsdprl.lasting import outlive_readers
 from fsdprl.liveness import die_with_parent, tell_torchrun
 from fsdprl.options import RunOptions
 from fsdprl.redaction import redacted
@@ -84,6 +85,7 @@ def launch(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
     if deterministic:
         determinism.prepare()
     faulthandler.enable()
+    outlive_readers()
     joining = Joining(world, flags, recipe, seed=int(getattr(cfg, "seed", 0)))
     if world.rank != 0:
         joining.follow()

@@ -137,6 +137,17 @@ def ignore_interrupts(cfg, controller, last):
         time.sleep(120)
 
 
+def print_for_nobody(cfg, controller, last):
+    note(cfg, "waiting", str(os.getpid()))
+    while not (Path(cfg.out) / "gone").exists():
+        time.sleep(0.05)
+    for stream in (sys.stdout, sys.stderr):
+        print("x" * 100_000, file=stream, flush=True)
+        stream.writelines(["y", "\n"])
+    note(cfg, "printed", "yes")
+    time.sleep(120)
+
+
 def user_error(cfg, controller, last):
     raise errors.UserError("--data x.jsonl:3: no field 'question'")
 
@@ -175,7 +186,7 @@ CASES = {
     fn.__name__: fn
     for fn in (
         normal, raise_in_verb, user_in_verb, kill_in_verb, kill_while_main_is_busy, stop, stall,
-        controller_killed, controller_stopped, wait, save_when_interrupted, ignore_interrupts,
+        controller_killed, controller_stopped, wait, print_for_nobody, save_when_interrupted, ignore_interrupts,
         user_error, bug, leave, die_once, breakpoint_in_main, dry, bad_hook,
     )
 }  # fmt: skip

@@ -131,6 +131,20 @@ def test_a_signal_while_main_waits_for_a_rank(tmp_path, number):
     check_one_message(end, f"interrupted by {number.name} (at faulty.py:")
 
 
+def test_a_reader_that_is_gone_takes_nothing_with_it(tmp_path):
+    """As `tee` in a pipe, which dies of the same Ctrl-C, and before us: the end is written down all the same."""
+    job = faulty("print_for_nobody", tmp_path, ranks=0)
+    job.until(tmp_path / "waiting")
+    for stream in (job.process.stdout, job.process.stderr):
+        assert stream
+        stream.close()
+    (tmp_path / "gone").touch()
+    job.until(tmp_path / "printed")
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(60) == 130
+    assert cause(tmp_path)["kind"] == "interrupted" and not job.processes()
+
+
 def test_a_second_signal_exits_at_once(tmp_path):
     job = faulty("ignore_interrupts", tmp_path, ranks=0)
     job.until(tmp_path / "waiting")
