@@ -159,6 +159,21 @@ def test_a_resumed_pool_has_the_same_rows(
     )
 
 
+def test_a_full_disk_is_told_and_the_pool_saved_later(tmp_path, controller: Any):
+    """A verb that raises would end the job."""
+    controller.verbs = {**rows.VERBS, **row_files.VERBS}
+    p = pool(5)
+    for prompts in p.rounds(1):
+        p.add(sample(controller, prompts))
+    p.take(2)
+    (tmp_path / "rank-00001.rows").mkdir()  # no file can be written here
+    with pytest.raises(OSError, match=r"\(rank 1\)"):
+        p.save(tmp_path)
+    (tmp_path / "rank-00001.rows").rmdir()
+    p.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 # ---- partial rollouts
 
 

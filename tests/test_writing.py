@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import resource
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from fsdprl.errors import Interrupted, UserError
 from fsdprl.manifest import MANIFEST, seal, verify
 from fsdprl.optim import Optimizer
 from fsdprl.plan import Plan
+from fsdprl.precomputed import PrecomputedReference
 from fsdprl.records import read_json, read_lines
 from fsdprl.worker import Worker
 
@@ -319,6 +321,25 @@ def test_a_large_file_has_parts_for_several_threads(tmp_path, monkeypatch):
     (tmp_path / "f").write_bytes(data)
     seal(tmp_path, 3, {"f": parts})
     assert verify(tmp_path) == ""
+
+
+def test_a_disk_that_refuses_a_precomputed_reference(tmp_path):
+    """As an OSError, after which the run tries again. Computed it is steady, as tracked models say."""
+    sets: Any = SimpleNamespace(offset=0, source=range(1000))
+    reference = PrecomputedReference(Any, sets)  # type: ignore[arg-type]
+    assert not reference.steady
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            reference.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    reference.sums = torch.arange(1000).double()
+    reference.save(tmp_path)
+    again = PrecomputedReference(Any, sets)  # type: ignore[arg-type]
+    again.load(tmp_path)
+    assert again.steady and torch.equal(again.sums, reference.sums)
 
 
 # ---- the best one

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fsdprl.batch import Batch
@@ -30,6 +30,11 @@ class PrecomputedReference:
         ).double()
         self.ready = False
 
+    @property
+    def steady(self) -> bool:
+        """Once computed it stays, so that a signal need not wait for the end of a step."""
+        return self.ready
+
     def prepare(self) -> None:
         """Compute them, if they are neither computed nor restored: before the first update."""
         for pairs in () if self.ready else self.sets:
@@ -50,7 +55,8 @@ class PrecomputedReference:
 
     def save(self, folder: Path) -> None:
         """Write the sums."""
-        save_file({"sums": self.sums}, folder / FILE)
+        # Not save_file: what the disk refuses must be an OSError, after which the run tries again.
+        (folder / FILE).write_bytes(save({"sums": self.sums}))
 
     def load(self, folder: Path) -> None:
         """Restore what save wrote."""

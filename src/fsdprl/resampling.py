@@ -196,12 +196,15 @@ class GroupPool:
 
 
 def save_rows(batch: Batch, folder: Path) -> None:
-    """Have each rank write its rows of a batch, named by their places in it."""
+    """Have each rank write its rows of a batch, named by their places in it. OSError where a disk refuses."""
     payload = [
         {"rows": batch.row_ids[where], "names": where, "folder": str(folder)}
         for where in batch.by_rank()
     ]
-    current().call("rows.save", payload, phase="save").wait()
+    for rank, refused in enumerate(current().call("rows.save", payload, phase="save").wait()):
+        if refused:
+            number, text, name = refused
+            raise OSError(number, f"{text} (rank {rank})", name)
 
 
 def no_rows() -> Batch:

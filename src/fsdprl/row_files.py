@@ -16,13 +16,23 @@ def file_of(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}.rows"
 
 
-def save(worker: Worker, *, rows: Tensor, names: Tensor, folder: str) -> None:
-    """Write these rows under these names, in the encoding in which ranks trade them."""
+def save(
+    worker: Worker, *, rows: Tensor, names: Tensor, folder: str
+) -> tuple[int, str, str] | None:
+    """Write these rows under these names, in the encoding in which ranks trade them.
+
+    What the disk refused is the answer, as errno, text and file: raised, it would end the job, which can try again.
+    """
     data = b""
     if len(rows):
         named = zip(names.tolist(), rows.tolist(), strict=True)
         data = encode_rows([(name, worker.store.rows[i]) for name, i in named]).numpy().tobytes()
-    deliver(worker, file_of(folder, worker.world.rank), data)
+    file = file_of(folder, worker.world.rank)
+    try:
+        deliver(worker, file, data)
+    except OSError as error:
+        return error.errno or 0, error.strerror or str(error), str(error.filename or file)
+    return None
 
 
 def load(worker: Worker, *, folder: str, saved_by: Sequence[int], old: Tensor, new: Tensor) -> None:
