@@ -80,4 +80,4 @@ def test_controllers_resume():
     fixed = FixedKL(0.5)
     assert fixed.update(99.0, 10) == 0.5
     fixed.load_state_dict({"coef": 0.25})
-    assert fixed.update(0.0, 1) == 0.25 and fixed.state_dict() == {"coef": 0.25}
+    assert fixed.update(0.0, 1) == 0.5 and fixed.state_dict() == {"coef": 0.5}  # as the flag says

@@ -50,7 +50,10 @@ def log_ratio(logp_old: Tensor, logp_ref: Tensor) -> Tensor:
 
 @dataclass
 class FixedKL:
-    """A coefficient that stays. Same interface as AdaptiveKL, so that a recipe can hold either."""
+    """A coefficient that stays, also where a run is resumed or begun from another's checkpoint with another one.
+
+    Same interface as AdaptiveKL, so that a recipe can hold either.
+    """
 
     coef: float
 
@@ -62,7 +65,7 @@ class FixedKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        """What the flag says holds: a saved coefficient would undo a change that was asked for."""
 
 
 @dataclass
