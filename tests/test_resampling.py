@@ -159,6 +159,31 @@ def test_a_resumed_pool_has_the_same_rows(
     )
 
 
+def test_a_step_that_took_nothing_keeps_its_groups(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, controller: Any
+):
+    """A recipe may leave a step out for want of groups; what it has is still new, and without `logp_old`."""
+    controller.verbs = {**rows.VERBS, **row_files.VERBS}
+    p = pool(5)
+    for prompts in p.rounds(1):
+        p.add(sample(controller, prompts))
+    p.fresh().apply(doubled, out="logp_old")
+    p.take(2)
+    for prompts in p.rounds(6):
+        p.add(sample(controller, prompts))
+    assert p.carried is not None
+    p.save(tmp_path)
+    expected = dump(p.carried, controller), dump(p.fresh(), controller)
+
+    later = fake.install(monkeypatch, 2)
+    later.verbs = {**rows.VERBS, **row_files.VERBS}
+    resumed = pool(5)
+    resumed.load(tmp_path)
+    assert resumed.carried is not None and (resumed.cursor, len(resumed)) == (10, 8)
+    assert (dump(resumed.carried, later), dump(resumed.fresh(), later)) == expected
+    assert resumed.fresh().token_columns == {"logp_sampler"}
+
+
 def test_a_full_disk_is_told_and_the_pool_saved_later(tmp_path, controller: Any):
     """A verb that raises would end the job."""
     controller.verbs = {**rows.VERBS, **row_files.VERBS}

@@ -24,8 +24,8 @@ from fsdprl.prompts import Prompts
 from fsdprl.sampler import Sampler
 
 TABLE = "rows.json"
-WAITING = "waiting"
-"""Of the table, and the folder of its rows."""
+WAITING, NEW = "waiting", "new"
+"""Of the table, and the folders of their rows."""
 
 
 class GroupPool:
@@ -176,23 +176,27 @@ class GroupPool:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the cursor, and the rows that are carried over and that wait, as each rank holds them."""
+        """Write the cursor, and the rows that are carried over, are new and wait, as each rank holds them."""
         table: dict[str, Any] = {"cursor": self.cursor}
         if self.carried is not None:
             table |= table_of(self.carried)
             save_rows(self.carried, folder)
-        if self.waiting is not None:
-            table[WAITING] = table_of(self.waiting)
-            save_rows(self.waiting, folder / WAITING)
+        for name, batch in ((NEW, self.fresh()), (WAITING, self.waiting)):
+            if batch is not None and len(batch):
+                table[name] = table_of(batch)
+                save_rows(batch, folder / name)
         (folder / TABLE).write_text(json.dumps(table))
 
     def load(self, folder: Path) -> None:
         """Restore what save wrote, on any number of ranks."""
         table = json.loads((folder / TABLE).read_text())
-        self.cursor, self.new = table["cursor"], []
+        self.cursor = table["cursor"]
         self.carried = batch_of(table, folder) if "ranks" in table else None
-        waiting = table.get(WAITING)
-        self.waiting = batch_of(waiting, folder / WAITING) if waiting else None
+        new, self.waiting = (
+            batch_of(table[name], folder / name) if name in table else None
+            for name in (NEW, WAITING)
+        )
+        self.new = [new] if new else []
 
 
 def save_rows(batch: Batch, folder: Path) -> None:
