@@ -313,6 +313,19 @@ def test_a_signal_between_halves_of_a_message_is_raised_after_it(ranks):
     assert controller.call("who", {"x": 2}).wait() == [[0, {"x": 2}], [1, {"x": 2}]]
 
 
+def test_a_signal_that_met_an_error_is_not_forgotten():
+    """The next whole thing may be an optimizer step, which it must not cut short."""
+    controller = Controller(World())
+    with pytest.raises(Interrupted) as raised, controller.whole():
+        with pytest.raises(OSError), controller.whole():
+            controller.interrupt = Interrupted(signal.SIGTERM)  # as launch's handler does
+            raise OSError("full")
+        raise OSError("full")
+    assert isinstance(raised.value.__context__, OSError)
+    with controller.whole():
+        assert controller.interrupt is None
+
+
 def test_strangers_on_the_lifeline_are_dropped_and_counted(ranks):
     job = ranks(1)
     stranger = Channel(socket.create_connection(job.watch.address), b"fedcba9876543210")

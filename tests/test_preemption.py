@@ -75,7 +75,7 @@ def interrupt(at: int, where: str) -> Strike:
         (5, "update", True, 6),  # the last step
         (3, "between", True, 3),  # not begun: no small state may be of the step before
         (4, "between", True, 4),
-        (3, "between", False, 4),  # finished first
+        (3, "between", False, 3),
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(

@@ -212,6 +212,14 @@ def test_the_status_says_how_it_ended(tmp_path: Path, kind: str, state: str):
     assert status | expected == status
 
 
+def test_a_step_that_goes_on_behind_the_end_does_not_say_so(tmp_path: Path):
+    """A deadline ends the job in a thread of its own, while the main one may begin to save."""
+    job = Job(tmp_path / "run").open()
+    job.end("died", "rank 1 died")
+    job.run.folder.set_status("running", phase="save")
+    assert read_json(tmp_path / "run" / "status.json")["state"] == "failed"
+
+
 def test_stacks_of_a_stall_are_kept(tmp_path: Path):
     job = Job(tmp_path / "run")
     with pytest.raises(Killed):

@@ -255,6 +255,25 @@ def test_a_signal_that_meets_the_question_whether_all_is_written(tmp_path):
     assert read_json(out / "status.json")["saved"] == 2
 
 
+def test_a_signal_in_the_last_try_is_followed_by_another(tmp_path):
+    """After a full disk the last checkpoint is tried again. What the ranks have begun for it is ended first."""
+
+    class Struck(Slow):
+        def begin_save(self, folder: Path, *, background: bool) -> None:
+            super().begin_save(folder, background=background)
+            if len(self.begun) == 2:
+                raise Interrupted(signal.SIGTERM)
+
+    out, model = tmp_path / "run", Struck()
+    model.refuse = 1
+    with pytest.raises(Interrupted):
+        train_run(out, lambda *_: True, model, save_every=0)
+    opened[-1].end("interrupted", "interrupted by SIGTERM")
+    assert checkpoints(out) == ["latest", "step-000006"]
+    assert verify(out / "checkpoints" / "step-000006") == ""
+    assert "no checkpoint" not in opened[-1].said.getvalue()
+
+
 def test_a_failure_of_the_recipe_does_not_cost_the_checkpoint_under_way(tmp_path):
     def fall(step: int) -> None:
         if step == 2:

@@ -263,9 +263,11 @@ class Controller:
             yield
         finally:
             self.uninterruptible = outer
-        if self.interrupt and not outer:
-            interrupt, self.interrupt = self.interrupt, None
-            raise interrupt
+            if (
+                self.interrupt and not outer
+            ):  # also after an error: later the weights may be touched
+                interrupt, self.interrupt = self.interrupt, None
+                raise interrupt
 
     @contextmanager
     def paused(self) -> Iterator[None]:

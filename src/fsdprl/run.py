@@ -204,7 +204,8 @@ class Run:
         self._note_progress()
         self.tracked.remember()
         self.controller.changed = changed
-        if self.controller.leaving and not changed:
+        if self.controller.leaving:
+            self.controller.changed = False  # nothing has begun yet, whatever the step will change
             raise self.controller.leaving
 
     def _end_step(self, plan: Plan) -> BaseException | None:

@@ -147,6 +147,7 @@ class RunFolder:
         self.restore: tuple[int, Path] | None = None
         self.forget: frozenset[str] = frozenset()
         """What of `restore` is not restored: --run.forget, where that is the checkpoint given."""
+        self.ended = False
         self.config = as_json(config)
         examine(options, self.config, restarted=restarted)
         self._lock = self.lock()
@@ -288,7 +289,11 @@ class RunFolder:
 
     def set_status(self, state: str, **more: Any) -> None:
         """state: running, finished, failed or interrupted. Written at every step: not worth an fsync
-        nor, when the disk is full, a complaint of its own."""
+        nor, when the disk is full, a complaint of its own. After an end nothing runs, though another thread than the
+        one that ends the job may believe it."""
+        if self.ended and state == "running":
+            return
+        self.ended = state != "running"
         facts = {
             "state": state,
             "resumable": state != "finished",

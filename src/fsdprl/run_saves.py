@@ -124,7 +124,9 @@ class Saves:
         checkpoint before it. UserError after three failures in a row.
         """
         self.poll(wait=True)
-        self.owed = False
+        if self._pending and self.tracked.asks_ranks:
+            collect(wait=True)  # a signal came before its line: its ranks may still write
+        self._pending, self.owed = None, False
         try:
             self._check_room()
             part = self.checkpoints.begin(done)
