@@ -263,9 +263,8 @@ class Controller:
             yield
         finally:
             self.uninterruptible = outer
-            if (
-                self.interrupt and not outer
-            ):  # also after an error: later the weights may be touched
+            # After an error, too: what it is put off to may have begun to change the weights.
+            if self.interrupt and not outer:
                 interrupt, self.interrupt = self.interrupt, None
                 raise interrupt
 
