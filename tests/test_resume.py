@@ -25,6 +25,7 @@ from run_job import (
     without_times,
 )
 
+from fsdprl import run as run_module
 from fsdprl import run_checkpoints
 from fsdprl.disk_room import checkpoint_bytes
 from fsdprl.errors import UserError
@@ -92,6 +93,23 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path: Path):
     assert read_json(out / "config.json")["resumed"] == [
         {"step": 6, "world_size": 2, "changes": {"steps": [6, 8]}}
     ]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_finished_run_that_goes_on_is_finished_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool
+):
+    """Killed before its first step: else the folder would hold the new config and the old end."""
+    out = tmp_path / "run"
+    Job(out).train()
+    steps = 6 if back else 8
+    resume = str(out / "checkpoints" / "step-000002") if back else "auto"
+    job = Job(out, config=CONFIG | {"steps": steps}, resume=resume)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run_module, "Hosts", lambda *_: kill_at(0)(0))
+        job.open()
+    again = Job(out, config=CONFIG | {"steps": steps}).train(steps)
+    assert (again.run.restored, again.model.value) == (2 if back else 6, steps)
 
 
 def test_another_config_is_refused_with_the_differences(tmp_path: Path):

@@ -1,6 +1,7 @@
 """A run is continued by what began it: every difference is named, and only what is allowed by name passes."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,27 @@ def test_a_restart_before_the_next_checkpoint_forgets_again(tmp_path):
             job.train(during=kill_at(5))
         job.abandon()
         assert (job.run.restored, job.run.controller.redrawn) == (restored, 1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_restart_does_not_need_what_the_run_began_from(tmp_path, own: bool):
+    """--run.keep, of this run or the other one, may have deleted it."""
+    out = tmp_path / "run"
+    Job(out if own else tmp_path / "old").train()
+    checkpoint = (out if own else tmp_path / "old") / "checkpoints" / "step-000002"
+    options = {"resume": str(checkpoint), "keep": 1}
+    killed_at(out, 5, **options)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    job = Job(out, **options)
+    job.controller.world = World(size=2, local_size=2, restart=int(own))
+    job.train()
+    assert (job.run.restored, job.model.value) == (4, 6.0)
+    config = CONFIG | {"steps": 8}
+    if own:  # not a restart: it would go back
+        with pytest.raises(UserError, match=r"step-000002: neither auto"):
+            Job(out, config=config, **options).open()
+    else:
+        assert Job(out, config=config, **options).train(8).run.restored == 6
 
 
 def test_without_the_optimizer(tmp_path):

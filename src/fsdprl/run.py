@@ -78,7 +78,6 @@ class Run:
         if options.deterministic:
             self.console.say(determinism.COST)
         self.hosts = Hosts(self.path, self.console.say)
-        self.folder.set_status("running", phase="starting", step=self.restored)
         self.lines = JsonLines(self.folder.metrics, self.console.warn)
         self.shown = JsonLines(self.folder.completions / "shown.jsonl", self.console.warn)
         self.trackers = Trackers(options.track, self.path, self.console.warn)

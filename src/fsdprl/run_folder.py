@@ -84,6 +84,12 @@ def examine(options: RunOptions, config: dict[str, Any], *, restarted: bool = Fa
             f"--run.forget progress: {given} is of this run, which then begins anew: give another --run.out"
         )
     inside = inside and not restarted  # back to it once, not after every restart
+    goes_on = known and Checkpoints(path / "checkpoints").all()
+    if given and (inside or not goes_on) and not (given / "manifest.json").is_file():
+        raise UserError(
+            f"--run.resume {options.resume}: neither auto nor never nor a checkpoint folder of a run "
+            f"(a folder with manifest.json)"
+        )
     done = (read_json(path / "status.json") or {}).get("state") == "finished"
     done = bool(known) and done and not changes and not inside
     if not done:
@@ -222,6 +228,9 @@ class RunFolder:
         if found and found[1].resolve() == met.given:  # or again: a restart before the next one
             self.forget = forget
         step = found[0] if found else 0
+        self.set_status(
+            "running", phase="starting", step=step
+        )  # before anything of an old end goes
         self.checkpoints.forget_after(step)
         for path in [self.metrics, *self.completions.glob("*.jsonl")]:
             if path.exists():
@@ -335,16 +344,8 @@ def profile_window(text: str) -> tuple[int, int] | None:
 
 
 def given_checkpoint(resume: str) -> Path | None:
-    """The folder that --run.resume names, None for auto and never. UserError if it is no checkpoint."""
-    if resume in ("auto", "never"):
-        return None
-    path = Path(resume).resolve()
-    if not (path / "manifest.json").is_file():
-        raise UserError(
-            f"--run.resume {resume}: neither auto nor never nor a checkpoint folder of a run "
-            f"(a folder with manifest.json)"
-        )
-    return path
+    """The folder that --run.resume names, None for auto and never."""
+    return None if resume in ("auto", "never") else Path(resume).resolve()
 
 
 def versions() -> dict[str, str]:
