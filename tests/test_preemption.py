@@ -1,12 +1,16 @@
 """A signal loses nothing: the step it meets is saved as it began, or finished first and then saved."""
 
+import importlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from run_job import Job, checkpoints, isolated, without_times
 
+import fsdprl
 import fsdprl.run
 from fsdprl.errors import Interrupted
 from fsdprl.plan import Plan
@@ -95,6 +99,27 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     for name in ("model.safetensors", "trainer/adam.safetensors", "run.json", "manifest.json"):
         ours, theirs = (path / "checkpoints/latest" / name for path in (out, tmp_path / "whole"))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_script_without_a_run_is_left_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a signal leaves for the run to raise, nobody would raise where there is none."""
+    module: Any = importlib.import_module("fsdprl.launch")
+    monkeypatch.setattr(module, "threading", MagicMock())
+    fsdprl.launch = module.launch  # importing has put the module there
+    job = Job(tmp_path / "run")
+    job.controller.changed = True
+    lead = module.Lead(None, job.controller)
+    lead._once.locked.return_value = False
+    with pytest.raises(Interrupted):
+        lead._on_signal(signal.SIGINT, None)
+    job.open()
+    lead._signal = None
+    lead._on_signal(signal.SIGINT, None)
+    assert isinstance(job.controller.leaving, Interrupted)
+    module.threading.Timer.assert_called_once_with(
+        module.STEP_S, lead._end, (job.controller.leaving,)
+    )
+    job.abandon()
 
 
 def test_a_dead_rank_is_no_preemption(tmp_path: Path):

@@ -403,6 +403,15 @@ def test_the_last_step_may_be_the_best(tmp_path):
     assert checkpoints(tmp_path / "run") == ["best", "latest", "step-000006"]
 
 
+def test_the_step_that_stop_makes_the_last_one_may_be_the_best(tmp_path):
+    out = tmp_path / "run"
+    job = Job(out, save_every=2, keep_best="eval/reward").open()
+    job.train(6, during=lambda step: job.run.stop() if step == 2 else None, end=False)
+    job.run.log({"eval/reward": 1.0})
+    job.end()
+    assert best_of(out) == "step-000003"
+
+
 def test_only_steps_that_save_count(tmp_path):
     trained(tmp_path / "run", REWARDS, save_every=3)
     assert best_of(tmp_path / "run") == "step-000006"

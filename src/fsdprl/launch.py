@@ -179,7 +179,8 @@ class Lead:
         if self.watch and number != signal.SIGINT:
             self.watch.failed.wait(PROBE_S)  # torchrun sends SIGTERM because a rank has died
         error = (self.watch and self.watch.failure) or Interrupted(number)
-        if self.controller.changed and isinstance(error, Interrupted):
+        run = self.controller.on_exit  # without one nobody saves, or raises what is left to it
+        if run and self.controller.changed and isinstance(error, Interrupted):
             # Weights between two steps would resume as neither: the run saves after this one.
             self.controller.leaving = error
             limit = threading.Timer(STEP_S, self._end, (error,))

@@ -241,11 +241,13 @@ class Run:
         self.console.step(self.step, metrics)
         return self._publish(self.step, metrics, sync=sync)
 
-    def _publish(self, step: int, metrics: Mapping[str, float], *, sync: bool) -> bool:
+    def _publish(
+        self, step: int, metrics: Mapping[str, float], *, sync: bool, last: bool = False
+    ) -> bool:
         numbers = jsonable(metrics)
         self.trackers.log(step, numbers)
         written = self.lines.append({"step": step} | numbers, sync=sync)
-        self.saves.note(step, numbers, last=self.plan is not None and step == self.plan.steps)
+        self.saves.note(step, numbers, last=last)
         return written
 
     def _note_progress(self) -> None:
@@ -327,7 +329,8 @@ class Run:
                 f"run after the current step and saves"
             )
         if self.metrics:
-            written = self._publish(self.step, self.metrics.merged(), sync=True)
+            last = self.stopping or self.step == plan.steps
+            written = self._publish(self.step, self.metrics.merged(), sync=True, last=last)
             while not written:  # no later step will try again
                 written = self.lines.flush(sync=True)
         self.plots.draw()
