@@ -18,7 +18,7 @@ import torch
 from run_job import CONFIG, Job, Killed, checkpoints, isolated, steps_of
 from safetensors.torch import load_file
 
-from fsdprl import learn, run_saves, writing
+from fsdprl import learn, run_checkpoints, run_saves, writing
 from fsdprl.errors import Interrupted, UserError
 from fsdprl.manifest import MANIFEST, seal, verify
 from fsdprl.optim import Optimizer
@@ -410,6 +410,26 @@ def test_the_step_that_stop_makes_the_last_one_may_be_the_best(tmp_path):
     job.run.log({"eval/reward": 1.0})
     job.end()
     assert best_of(out) == "step-000003"
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_full_disk_as_the_best_is_pointed_at(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, failures: int
+):
+    point, left = run_checkpoints.point, [failures]
+
+    def full(link: Path, name: str) -> None:
+        if link.name == "best":
+            left[0] -= 1
+            if left[0] >= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        point(link, name)
+
+    monkeypatch.setattr(run_checkpoints, "point", full)
+    job = trained(tmp_path / "run", {2: 5.0, 5: 1.0}, keep=1)
+    assert "/best: No space left on device; trying again later" in job.said.getvalue()
+    assert best_of(tmp_path / "run") == "step-000002"
+    assert checkpoints(tmp_path / "run") == ["best", "latest", "step-000002", "step-000006"]
 
 
 def test_only_steps_that_save_count(tmp_path):

@@ -112,7 +112,9 @@ class Saves:
         self.owed = False
         """A checkpoint could not be written: the next step's end tries again."""
         self._pending: Pending | None = None
-        self._patience = Patience("saving a checkpoint", warn)
+        self._behind = False
+        """`best` could not be moved yet."""
+        self._warn, self._patience = warn, Patience("saving a checkpoint", warn)
         self._next = 0.0
         self.committed: Callable[[], object] = lambda: None
         """Called after each checkpoint that counts."""
@@ -177,6 +179,8 @@ class Saves:
             return
         self._pending = None
         self._patience.worked()
+        if self._behind:
+            self._point_best()
         self.committed()
 
     def _commit(self, pending: Pending, files: Mapping[str, list[dict[str, Any]]]) -> None:
@@ -215,9 +219,14 @@ class Saves:
 
     def _point_best(self) -> None:
         assert self.best.step is not None
-        with current().whole():
-            best = self.checkpoints.folder / folder_name(self.best.step)
-            self.checkpoints.point_best(best, self.keep)
+        best = self.checkpoints.folder / folder_name(self.best.step)
+        self._behind = True
+        try:
+            with current().whole():
+                self.checkpoints.point_best(best, self.keep)
+                self._behind = False
+        except OSError as error:  # it is kept all the same, see _commit
+            self._warn(f"{best.with_name('best')}: {error.strerror or error}; trying again later")
 
     def _failed(self, error: OSError) -> None:
         self._pending, self.owed = None, True
