@@ -128,6 +128,23 @@ def test_a_profile_window_is_asked_of_the_ranks(tmp_path: Path):
     assert job.calls == [("profile_start", {}), ("profile_stop", {"out": out})]
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_profile_window_ends_with_the_run(tmp_path: Path, stopped: bool):
+    """A rank that exits within a trace dies of SIGSEGV."""
+    job = Job(tmp_path / "run", profile="1:9").open()
+    job.train(
+        2 + 2 * stopped, during=lambda step: job.run.stop() if stopped and step == 1 else None
+    )
+    assert [verb for verb, _ in job.calls] == ["profile_start", "profile_stop"]
+    assert "profile of steps 1:1: " in job.said.getvalue()
+
+
+def test_a_profile_window_after_the_last_step_is_warned_of(tmp_path: Path):
+    job = Job(tmp_path / "run", profile="2:3").train(2)
+    assert not job.calls
+    assert "--run.profile 2:3: no trace will be made: the last step is 1" in job.said.getvalue()
+
+
 def test_a_run_resumed_inside_a_profile_window_traces_the_rest(tmp_path: Path):
     """Ranks that never began a trace have none to end."""
     killed_at(tmp_path / "run", 3, profile="1:4")

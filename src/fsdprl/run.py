@@ -180,6 +180,10 @@ class Run:
             self.controller.skipped = self.tracked.progress.get("skipped", 0)
             stopped = self.tracked.progress.get("stopped") == plan.steps
             self.stopping = stopped and checkpoint != given_checkpoint(self.options.resume)
+        if self.profile and self.profile[0] >= plan.steps:
+            self.console.warn(
+                f"--run.profile {self.options.profile}: no trace will be made: the last step is {plan.steps - 1}"
+            )
         self.saves.recall(read_lines(self.folder.metrics) if self.options.keep_best else ())
         self.folder.note(**self.controller.facts)
         self.trackers.start(self.folder.config, self.folder.facts["id"], self.restored)
@@ -210,13 +214,14 @@ class Run:
     def _end_step(self, plan: Plan) -> BaseException | None:
         """Write the step down; returns what a signal left for the run to raise, which is then saved."""
         self.controller.changed = True  # a signal waits until the next step's states are remembered
-        if self.profiling and self.profile and self.step == self.profile[1]:
+        every, done = self.options.save_every, self.step + 1
+        last = self.stopping or done == plan.steps
+        if self.profiling and self.profile and (last or self.step == self.profile[1]):
             out = str((self.path / "profile").resolve())
             self.controller.call("profile_stop", {"out": out}).wait()
             self.profiling = False
-            self.console.say(f"profile of steps {self.options.profile}: {out}")
-        every, done = self.options.save_every, self.step + 1
-        last = self.stopping or done == plan.steps or self.controller.leaving is not None
+            self.console.say(f"profile of steps {self.profile[0]}:{self.step}: {out}")
+        last = last or self.controller.leaving is not None
         due = self.saves.owed or last or (every > 0 and done % every == 0)
         begun = due and self._begin_save(done, background=not last)
         self.controller.phases.note_peak()

@@ -69,6 +69,8 @@ def shutdown(worker: Worker) -> None:
     """Give everything back. Only when all is well: after a failure peers may sit in a collective."""
     if worker.grader is not None:
         worker.grader.close()
+    if profiler := worker.state.pop("profiler", None):
+        profiler.__exit__(None, None, None)  # a process that exits within a trace dies of SIGSEGV
     worker.models.clear()
     worker.state.clear()
     worker.engine = worker.grader = None
