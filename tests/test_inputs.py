@@ -29,6 +29,7 @@ def test_what_is_there_and_what_may_be_on_the_hub(config):
         ("eval_data", "nowhere.parquet", "--eval-data nowhere.parquet: no such file"),
         ("eval_data", "a/b/c", "--eval-data a/b/c: no such file"),
         ("model", "{0}/nowhere", "--model {0}/nowhere: no such folder"),
+        ("model", "runs/sft/nowhere", "--model runs/sft/nowhere: no such folder"),
         ("teacher", "./nowhere", "--teacher ./nowhere: no such folder"),
         ("critic", "{0}", "--critic {0}: {0}/config.json is missing"),
         ("reference_model", "{0}/rows.jsonl", "--reference-model {0}/rows.jsonl: no such folder"),
@@ -41,6 +42,18 @@ def test_what_is_missing_is_named(config, tmp_path, field, value, said):
     with pytest.raises(UserError) as caught:
         check_inputs(config | {field: paths if isinstance(value, tuple) else paths[0]})
     assert str(caught.value).startswith(said.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("", "/checkpoints/latest"), ("/checkpoints/", "/latest")]
+)
+def test_a_run_folder_is_no_checkpoint_but_has_one(config, tmp_path: Path, given: str, wanted: str):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").symlink_to(config["model"])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"; give {tmp_path}{given.rstrip('/')}{wanted}$"):
+        check_inputs(config | {"model": f"{tmp_path}{given}"})
+    check_inputs(config | {"model": f"{tmp_path}/checkpoints/latest"})
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ def find_checkpoint(path: str, *, flag: str = "--model") -> CheckpointFiles:
                 f"{flag} {path}: no such folder; give a Hugging Face checkpoint folder or a hub name"
             )
         folder = _from_hub(path, flag)
+    for latest in ("checkpoints/latest", "latest"):  # of a run, or of its checkpoints
+        if (folder / latest / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+            raise UserError(
+                f"{flag} {path}: a folder of checkpoints and none itself; give {path.rstrip('/')}/{latest}"
+            )
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise UserError(

@@ -19,7 +19,8 @@ def check_inputs(config: Mapping[str, Any]) -> None:
     beginning of a dataset among them. What may be a name of the hub is left to the one who loads it."""
     for name in CHECKPOINTS:
         for path in _paths(config.get(name)):
-            if Path(path).expanduser().exists() or path.startswith((".", "/", "~")):
+            no_hub_name = path.startswith((".", "/", "~")) or path.count("/") > 1
+            if no_hub_name or Path(path).expanduser().exists():
                 find_checkpoint(path, flag=_flag(name))
     for name in DATASETS:
         for path in _paths(config.get(name)):

@@ -19,7 +19,8 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, flag: str = "
     """
     from transformers import AutoTokenizer  # seconds to import
 
-    if "/" in path and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+    no_hub_name = ("/" in path and path.startswith((".", "/", "~"))) or path.count("/") > 1
+    if no_hub_name and not Path(path).expanduser().is_dir():
         raise UserError(f"{flag} {path}: no such folder")
     folder = Path(path).expanduser() if "~" in path else path
     try:
