@@ -225,8 +225,13 @@ def test_masked_rows_have_no_advantage(batch):
 
 def test_none_everywhere_ends_the_run_and_rows_name_their_rewards(batch):
     fake, made = batch
-    with pytest.raises(UserError, match="returned None for 8 of 8 rows"):
+    alone = (
+        rf"--rewards {__name__}:never: returned None for 8 of 8 rows, .* \(is there a return\?\)"
+    )
+    with pytest.raises(UserError, match=alone):
         Rewards([f"{__name__}:never"])(made)
+    with pytest.raises(UserError, match="--reward-weights: 2 given, 1 wanted: one each for never"):
+        Rewards([f"{__name__}:never"], [1.0, 2.0])
     for worker in fake.workers:
         for row in worker.store.rows.values():
             row.info["rewards"] = ["odd"] if int(row.info["answer"]) < 4 else ["never", "odd"]

@@ -54,7 +54,7 @@ class Rewards:
             raise UserError(f"--rewards names {', '.join(names)}: the same one twice")
         if weights and len(weights) != len(parts):
             raise UserError(
-                f"--reward-weights has {len(weights)} numbers for {', '.join(parts)}: give one each"
+                f"--reward-weights: {len(weights)} given, {len(parts)} wanted: one each for {', '.join(parts)}"
             )
         self.weights = dict(zip(parts, weights or [1.0] * len(parts), strict=True))
         self.options = options or RewardOptions()
@@ -143,9 +143,11 @@ class Rewards:
         allowed = max(int(share * len(batch)), share > 0)
         row = int(batch.row_ids[none][0]) if bool(none.any()) else None
         if row is not None and (int(none.sum()) > allowed or count == len(batch)):
+            one = len(self.weights) == 1
             raise UserError(
-                f"--rewards: every reward returned None for {int(none.sum())} of {len(batch)} rows, the first "
-                f"is row {row}: none applies to them, and --reward.max-failed-share is {share:g}"
+                f"--rewards {' '.join(self.columns)}: {'' if one else 'every reward '}returned None for "
+                f"{int(none.sum())} of {len(batch)} rows, the first is row {row}: nothing says what those are worth "
+                f"(is there a return?), and --reward.max-failed-share is {share:g}"
             )
         _log.warning(
             "%d of %d answers have no reward in this step and teach nothing", count, len(batch)
