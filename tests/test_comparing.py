@@ -67,7 +67,8 @@ def test_the_script_says_it_with_its_exit_code(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "compare_runs")]
     env = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}
     same = subprocess.run([*script, a, b], capture_output=True, text=True, timeout=60, env=env)
-    assert (same.returncode, same.stdout) == (0, "the same\n"), same.stderr
+    said = "identical: 1 lines of metrics, the bytes of step-000002\n"
+    assert (same.returncode, same.stdout) == (0, said), same.stderr
     (b / "checkpoints/latest/model.safetensors").write_bytes(b"")
     other = subprocess.run([*script, a, b], capture_output=True, text=True, timeout=60, env=env)
     assert (other.returncode, other.stdout) == (1, "checkpoint: model.safetensors: other bytes\n")

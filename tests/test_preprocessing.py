@@ -134,6 +134,9 @@ def test_workers_write_the_same_file_as_the_command_does(
     assert json.loads((tmp_path / "two.parquet.json").read_text()) == manifest
     assert 0 < manifest["dropped"]["too_long"] < 400 and "512 of 1200 rows" in done.stderr
     assert "rows/s" in done.stdout
+    first = manifest["dropped_places"]["too_long"][0]
+    count = manifest["dropped"]["too_long"]
+    assert f"dropped as too_long: {count}, the first at {first} (more in " in done.stdout
     wrong = subprocess.run(
         [*command[:2], "--input", "no.jsonl", "--output", "x"],
         capture_output=True,

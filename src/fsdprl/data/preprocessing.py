@@ -118,9 +118,11 @@ def preprocess(options: Preprocess) -> dict[str, Any]:
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
     Path(f"{out}.json").write_text(text + "\n", encoding="utf-8")
     seconds = time.monotonic() - began
-    print(
-        f"{out}: {len(kept)} of {len(rows)} rows, dropped {dict(dropped)}, {len(rows) / seconds:.0f} rows/s"
-    )
+    print(f"{out}: {len(kept)} of {len(rows)} rows, {len(rows) / seconds:.0f} rows/s")
+    for reason, count in dropped.items():
+        print(
+            f"  dropped as {reason}: {count}, the first at {places[reason][0]} (more in {out}.json)"
+        )
     return json.loads(text)
 
 
