@@ -75,6 +75,13 @@ def test_a_broken_line_is_named(config, tmp_path: Path, text: bytes, said: str):
     )  # what is not used may be anything
 
 
+@pytest.mark.parametrize("name", ["lr", "critic_lr", "temperature", "weight_decay"])
+def test_a_wrong_sign_is_named(config, name: str):
+    check_inputs(config | {name: 0.0})
+    with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} -0.5: must not be negative$"):
+        check_inputs(config | {name: -0.5})
+
+
 def test_only_the_beginning_is_read(config, tmp_path: Path):
     row = b'{"prompt": "' + b"a" * 1000 + b'"}\n'
     (tmp_path / "long.jsonl").write_bytes(row * 2000 + b"broken\n")

@@ -1,4 +1,4 @@
-"""What a command names that is not there or broken, said before torch is imported: a second instead of ten."""
+"""What a command names that is not there, broken or negative, said before torch is imported: a second, not ten."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,11 +12,17 @@ from fsdprl.errors import UserError
 CHECKPOINTS = ("model", "teacher", "critic", "reference_model", "reward_model")
 DATASETS = ("data", "eval_data")
 """Fields of a recipe's config that name one or several of these, as those of all recipes here do."""
+NOT_NEGATIVE = ("lr", "critic_lr", "temperature", "weight_decay")
+"""Fields that train away from the loss, or draw what is unlikely, if their sign is wrong."""
 
 
 def check_inputs(config: Mapping[str, Any]) -> None:
     """UserError for the first checkpoint or dataset that is not there or can never be used, broken lines at the
-    beginning of a dataset among them. What may be a name of the hub is left to the one who loads it."""
+    beginning of a dataset among them, and for numbers with a wrong sign. What may be a name of the hub is left to the
+    one who loads it."""
+    for name in NOT_NEGATIVE:
+        if isinstance(value := config.get(name), int | float) and value < 0:
+            raise UserError(f"{_flag(name)} {value:g}: must not be negative")
     for name in CHECKPOINTS:
         for path in _paths(config.get(name)):
             no_hub_name = path.startswith((".", "/", "~")) or path.count("/") > 1
