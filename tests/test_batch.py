@@ -51,6 +51,14 @@ def test_columns_selection_and_concat(setup):
         batch[torch.ones(3, dtype=torch.bool)]
 
 
+def test_concat_keeps_the_order_of_columns(setup):
+    """As files show it: a set's order would be another one in every process."""
+    _, batch = setup
+    for name in ("z", "reward", "a", "m_rewards", "b", "q"):
+        batch[name] = 0.0
+    assert list(Batch.concat([batch, batch]).columns) == list(batch.columns)
+
+
 def test_apply_reduce_and_row_sum_match_one_table(setup):
     controller, batch = setup
     batch["bonus"] = torch.arange(8.0)

@@ -160,9 +160,12 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
-        """Rows of several batches, in order; keeps the columns they share."""
+        """Rows of several batches, in order; keeps the columns they share, as the first one has them in order."""
         leases = list({id(lease): lease for batch in batches for lease in batch.leases}.values())
-        names = set.intersection(*(set(batch.columns) for batch in batches))
+        shared = set.intersection(*(set(batch.columns) for batch in batches))
+        names = [
+            name for name in batches[0].columns if name in shared
+        ]  # a set's order differs by process
         columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in names}
         token_columns = set.intersection(*(batch.token_columns for batch in batches))
         return cls(torch.cat([batch.row_ids for batch in batches]), leases, columns, token_columns)
