@@ -70,8 +70,9 @@ def main(cfg: Config) -> None:
         raise rl.UserError(f"--teacher {cfg.teacher}: its tokenizer is another one than --model's")
     if not 0 <= cfg.beta <= 1 or not 0 <= cfg.student_share <= 1 or cfg.top_k < 1:
         raise rl.UserError("--beta and --student-share lie between 0 and 1; --top-k is at least 1")
-    if cfg.sft_alpha < 0:
-        raise rl.UserError(f"--sft-alpha {cfg.sft_alpha}: 0 (off) or more")
+    if cfg.sft_alpha < 0 or (cfg.sft_alpha and cfg.student_share == 1):
+        said = "0 (off) or more, and --student-share below 1: it is of the data's own answers"
+        raise rl.UserError(f"--sft-alpha {cfg.sft_alpha}: {said}")
     written = written_answers(cfg) if cfg.student_share < 1 else None
     P = cfg.prompts_per_step
     plan = rl.Plan(len(train), P, steps=cfg.steps, epochs=cfg.epochs)

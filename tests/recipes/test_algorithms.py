@@ -518,9 +518,10 @@ def test_gkd_imitates_the_datas_answers_beside_the_divergence_and_never_its_own(
     plain, beside = (played.values("actor/loss")[0] for played in written.values())
     (nll,) = written[0.3].values("actor/nll")
     assert nll > 0 and beside == pytest.approx(plain + 0.3 * nll)
-    sampled = {alpha: act("gkd", sft_alpha=alpha, student_share=1.0) for alpha in (0.0, 0.3)}
+    sampled = {alpha: act("gkd", sft_alpha=alpha, student_share=0.9999) for alpha in (0.0, 0.3)}
     assert sampled[0.0].outcome == sampled[0.3].outcome and not sampled[0.3].values("actor/nll")
-    assert "--sft-alpha -1" in act("gkd", sft_alpha=-1.0).error
+    for mistake in ({"sft_alpha": -1.0}, {"sft_alpha": 0.5, "student_share": 1.0}):
+        assert f"--sft-alpha {mistake['sft_alpha']}" in act("gkd", **mistake).error
 
 
 @pytest.mark.parametrize("mistake", [{"beta": 1.5}, {"student_share": -0.1}, {"top_k": 0}])
