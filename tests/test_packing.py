@@ -1,6 +1,8 @@
 """Plans from lengths: every row exactly once, budgets kept, ranks even, repeatable."""
 
 import itertools
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -111,6 +113,18 @@ def test_only_the_rows_that_even_it_out_move():
 def test_rows_of_one_rank_are_spread():
     ranks = balance([1.0] * 8, range(8), 4, [0] * 8)
     assert sorted(ranks) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("cost", [0.3, 70.69010416666667, 68.06510416666667])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_equal_rows_that_do_not_divide_come_to_rest(cost: float, ranks: int):
+    """Sums in another order differ in the last bit, by which one row could go to and fro for ever."""
+    draw = random.Random(0)
+    for _ in range(300):
+        count = draw.randint(2, 17)
+        at = [draw.randrange(ranks) for _ in range(count)]
+        sizes = Counter(balance([cost] * count, range(count), ranks, at=at))
+        assert max(sizes.values()) - min(sizes[rank] for rank in range(ranks)) <= 1
 
 
 def test_the_plan_anew_where_moving_one_by_one_ends_uneven():

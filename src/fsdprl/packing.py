@@ -8,6 +8,8 @@ import heapq
 import random
 from collections.abc import Sequence
 
+SAME = 1e-9
+"""Share of a cost that is rounding."""
 STAY = 0.01
 """How much dearer the dearest rank may be for rows to stay where they are: less than trading them all costs."""
 
@@ -125,10 +127,13 @@ def _refined(
     for number, rows in enumerate(groups):
         here[at[rows[0]]].append((float(sum(costs[row] for row in rows)), number))
     loads = [sum(cost for cost, _ in units) for units in here]
-    while True:
+    for _ in range(
+        ranks * len(groups)
+    ):  # far more than there is to move; rounding must not add to it
         dear, cheap = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[dear] - loads[cheap]
-        fitting = [unit for unit in here[dear] if 0 < unit[0] < gap]
+        # One as dear as the gap only trades the two places; sums in another order make it look a little cheaper.
+        fitting = [unit for unit in here[dear] if 0 < unit[0] < gap * (1 - SAME)]
         if not fitting:
             break
         unit = min(fitting, key=lambda unit: (abs(unit[0] - gap / 2), unit[1]))
